@@ -49,8 +49,8 @@ def spawn(
     """Start `command` under a guard; the returned process is the guard, and closing its stdin stops the command.
 
     `hold` are descriptors that the guard (not the command) keeps open until nothing is left of the command: a lock
-    file's, say. The guard has a session of its own: a Ctrl-C in the launcher's terminal reaches the launcher only, which
-    decides what to stop.
+    file's, say. The guard has a session of its own: a Ctrl-C in the launcher's terminal reaches only the launcher, and
+    that decides what to stop.
     """
     guard = [sys.executable, "-I", "-S", __file__, "--grace", str(grace), "--", *command]
     return subprocess.Popen(  # noqa: S603 - the caller's own command, no shell
