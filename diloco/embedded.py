@@ -71,7 +71,7 @@ class EmbeddedS3:
 
     @property
     def env(self) -> dict[str, str | None]:
-        """What a process's environment needs to use this S3, and nothing else of the user's AWS set-up (None: unset)."""
+        """What a process's environment needs to use this S3 and nothing of the user's AWS set-up (None: unset)."""
         bypass = ",".join(filter(None, (os.environ.get("NO_PROXY"), _HOST)))
         return {
             "AWS_ENDPOINT_URL": self.endpoint_url,
