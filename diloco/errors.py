@@ -1,7 +1,8 @@
 """Every error a user can meet, and the exit code a replica ends with for it.
 
-An error's text is one line: what happened, to which rank, round, key or setting, and what to do next. The command line and the
-entrypoint print it without a traceback; anything that is not a :class:`DilocoError` is a bug and keeps its traceback.
+An error's text is one line: what happened, to which rank, round, key or setting, and what to do next. The command
+line and the entrypoint print it without a traceback; anything that is not a :class:`DilocoError` is a bug and keeps
+its traceback.
 """
 
 from __future__ import annotations

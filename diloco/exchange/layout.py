@@ -1,4 +1,5 @@
-"""Every key of a run, in one place: relative to the run's prefix, numbers zero-padded so that they sort, listed prefixes end in a slash.
+"""Every key of a run, in one place: relative to the run's prefix, numbers zero-padded so that they sort, listed
+prefixes end in a slash.
 
 The prefix itself (`RENDEZVOUS_URI`) is the user's parent folder plus `/<run id>`.
 """

@@ -1,7 +1,8 @@
-"""The JSON objects of a run. All are frozen, reject unknown fields, and carry a format number so that a newer release can refuse them by name.
+"""The JSON objects of a run. All are frozen, reject unknown fields, and carry a format number so that a newer release
+can refuse them by name.
 
-Every create-once record has a nonce, drawn in the process that writes it: a client may repeat a PUT whose answer was lost and be
-told that the object exists, and only the nonce tells its own object from another's.
+Every create-once record has a nonce, drawn in the process that writes it: a client may repeat a PUT whose answer was
+lost and be told that the object exists, and only the nonce tells its own object from another's.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from diloco.errors import CorruptObjectError
 from diloco.exchange.layout import Member
 
-FORMAT = 1
-
 
 def new_nonce() -> str:
     """128 random bits, hex."""
@@ -27,7 +26,7 @@ class Record(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    format: Literal[1] = FORMAT
+    format: Literal[1] = 1
 
     def to_json(self) -> bytes:
         """Canonical enough to read in a bucket's console: indented UTF-8."""
@@ -82,7 +81,9 @@ class Claim(OnceRecord):
 
 
 class Beat(Record):
-    """`beats/{rank}/{attempt}.json`, overwritten: what a member is doing. Observers look for changes of `counter`, never at a clock."""
+    """`beats/{rank}/{attempt}.json`, overwritten: what a member is doing. Observers look for changes of `counter`,
+    never at a clock.
+    """
 
     rank: int
     attempt: int

@@ -8,7 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class ExchangeSettings(BaseModel):
-    """Settings of the exchange. Seconds are floats; `policy`, `min_replicas` and `codec` must be the same on every replica (run.json holds them)."""
+    """Settings of the exchange. Seconds are floats; `policy`, `min_replicas` and `codec` must be the same on every
+    replica (run.json holds them).
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -1,0 +1,261 @@
+"""One round of averaging through the object store.
+
+:meth:`ObjectStoreAllReduce.contribute` writes this replica's payload, then its header.
+:meth:`ObjectStoreAllReduce.settle` waits until the headers allow a commit, averages what it would commit (so each
+payload is verified before it is named, and fetched once), creates the commit record, and follows whichever record
+won. A replica that is left out of a commit applies its mean all the same.
+
+Repeating is harmless: a second contribution of a round finds its own header and uploads nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from diloco.errors import DivergedError, ObjectMissingError, OutcomeUnknownError, RoundError
+from diloco.exchange import codec, layout, rounds
+from diloco.exchange.checkpoint import committed_mean, read_commit
+from diloco.exchange.clock import Timer
+from diloco.exchange.membership import Attendance, check_fence
+from diloco.exchange.records import Commit, Header, new_nonce
+from diloco.exchange.reduce import BadPayloadError, check_payload, gather_mean
+from diloco.exchange.store import CREATE_ATTEMPTS, create_once
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from diloco.exchange.clock import Poll
+    from diloco.exchange.context import Context
+    from diloco.exchange.records import Participant
+
+MOST_EMPTY_ROUNDS = 3
+"""So many rounds in a row without a single contribution end the run."""
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """What a round has to know of the fragment that it averages."""
+
+    index: int
+    numel: int
+    layout: str
+    base_digest: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A settled round: its record, and the mean (fp32, CPU, shape [numel]) unless nobody took part."""
+
+    commit: Commit
+    mean: torch.Tensor | None
+
+
+@dataclass
+class _Wait:
+    """What one call of `settle` has learnt so far."""
+
+    fragment: Fragment
+    reader: rounds.HeaderReader
+    mean: torch.Tensor
+    rejected: dict[layout.Member, str] = field(default_factory=dict)
+    averaged: list[Participant] | None = None
+    """Whose mean `mean` holds."""
+    grace: Timer | None = None
+
+
+class ObjectStoreAllReduce:
+    """Averages pseudo-gradients among the replicas of a run. All methods are coroutines and run one after another."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.rules = rounds.Rules(context.run.policy, context.run.world_size, context.run.min_replicas)
+        self._codec = codec.codec(context.run.codec)
+        self._attendance = Attendance(context)
+        self._present: dict[int, set[int]] = {}
+        self._empty = 0
+        self._own: tuple[int, bytearray] | None = None
+
+    async def contribute(
+        self, round_: int, fragment: Fragment, tensors: Sequence[torch.Tensor], *, weight: int
+    ) -> str | None:
+        """Upload a pseudo-gradient: `tensors` (fp32, in payload order) as one payload, then the header. `weight` is
+        positive.
+
+        One with NaN or Inf is not uploaded: the replica abstains, and the reason is returned. Raises FencedError if a
+        newer attempt of this rank is there.
+        """
+        member = self.context.member
+        encoded = codec.encode(
+            tensors,
+            self._codec,
+            chunk_bytes=self.context.run.chunk_bytes,
+            layout=fragment.layout,
+            metadata={
+                "round": str(round_),
+                "rank": str(member.rank),
+                "attempt": str(member.attempt),
+                "nonce": new_nonce(),
+            },
+        )
+        if not encoded.finite:
+            await self.abstain(round_, fragment, rounds.NOT_FINITE)
+            return rounds.NOT_FINITE
+        await check_fence(self.context.store, member)
+        if await self._create_payload(layout.payload(round_, member), encoded.data):
+            await self._create_header(round_, fragment, kind="contribution", weight=weight, payload=encoded.info)
+            self._own = (round_, encoded.data)
+        return None
+
+    async def abstain(self, round_: int, fragment: Fragment, reason: str) -> None:
+        """Write a header of weight 0: this replica is there and holds these bits, but has nothing to add."""
+        await check_fence(self.context.store, self.context.member)
+        await self._create_header(round_, fragment, kind="abstention", weight=0, reason=reason)
+
+    async def _create_payload(self, key: str, data: bytearray) -> bool:
+        """Whether the payload there is mine: the frame holds a nonce, by which a create whose answer was lost is
+        recognised.
+        """
+        store = self.context.store
+        frame = bytes(data[: codec.DATA_OFFSET])
+        for attempt in range(CREATE_ATTEMPTS):
+            try:
+                if await store.create(key, data):
+                    return True
+            except OutcomeUnknownError:
+                if attempt == CREATE_ATTEMPTS - 1:
+                    raise
+            try:
+                return await store.read(key, 0, len(frame)) == frame
+            except ObjectMissingError:
+                continue
+        raise OutcomeUnknownError(f"{store.uri}/{key}: the store says that it exists, and that it does not")
+
+    async def _create_header(self, round_: int, fragment: Fragment, **fields: object) -> None:
+        member = self.context.member
+        header = Header.model_validate(
+            {
+                "round": round_,
+                "fragment": fragment.index,
+                "rank": member.rank,
+                "attempt": member.attempt,
+                "base_digest": fragment.base_digest,
+                **fields,
+            }
+        )
+        await create_once(self.context.store, layout.header(round_, member), header)
+
+    async def settle(self, round_: int, fragment: Fragment, out: torch.Tensor | None = None) -> Outcome:
+        """Wait for the round's commit, making it when the headers allow it, and return the mean (in `out` if given).
+
+        Raises RoundError when the policy ends the run, RoundTimeoutError that names whom it waited for, DivergedError
+        when the others agreed on other bits than this replica's, CorruptObjectError or ObjectMissingError when a
+        committed payload can't be had any more.
+        """
+        mean = torch.empty(fragment.numel, dtype=torch.float32) if out is None else out
+        wait = _Wait(fragment, rounds.HeaderReader(self.context.store, round_, fragment.index), mean)
+        self._attendance.begin()
+        doing = f"round {round_}"
+        commit = await self.context.wait_until(lambda poll: self._try(round_, wait, poll), doing=doing)
+        self._note(commit)
+        if commit.base_digest != fragment.base_digest:
+            raise DivergedError(
+                f"{self.context.member}: its parameters before round {round_} (fragment {fragment.index}, digest "
+                f"{fragment.base_digest[:12]}) are not those of the others ({commit.base_digest[:12]}); nothing was averaged with them"
+            )
+        if not commit.participants:
+            return Outcome(commit, None)
+        if commit.participants != wait.averaged:
+            await committed_mean(self.context, commit, mean)
+        self._own = None
+        return Outcome(commit, mean)
+
+    async def _try(self, round_: int, wait: _Wait, poll: Poll) -> Commit | None:
+        commit = await read_commit(self.context.store, round_)
+        if commit is not None:
+            return commit
+        headers = await wait.reader.read()
+        for header in headers.values():
+            if header.payload is not None and header.member not in wait.rejected:
+                reason = check_payload(
+                    header.payload,
+                    codec_name=self.context.run.codec,
+                    numel=wait.fragment.numel,
+                    fragment_layout=wait.fragment.layout,
+                    chunk_bytes=self.context.run.chunk_bytes,
+                )
+                if reason is not None:
+                    wait.rejected[header.member] = reason
+        while True:
+            decision = await self._decide(round_, headers, wait, poll)
+            if isinstance(decision, rounds.Ended):
+                raise RoundError(f"round {round_} can't be completed: {decision.reason}")
+            if isinstance(decision, rounds.Waiting):
+                if decision.enough and wait.grace is None:
+                    wait.grace = Timer(poll)
+                self.context.waiting_for = decision.waiting_for
+                return None
+            if await self._average(round_, decision, wait):
+                return await self._commit(round_, decision, wait)
+
+    async def _decide(
+        self, round_: int, headers: dict[int, Header], wait: _Wait, poll: Poll
+    ) -> rounds.Proposal | rounds.Waiting | rounds.Ended:
+        waited_for: set[int] = set()
+        if self.rules.policy == "skip":
+            lately = self._present.get(round_ - 1, set()) | self._present.get(round_ - 2, set())
+            if len(self._present) < 2:
+                lately |= set(range(self.rules.world_size))
+            waited_for = await self._attendance.waited_for(lately, headers, poll)
+        grace_over = wait.grace is not None and wait.grace.seconds >= self.context.settings.grace
+        return rounds.decide(self.rules, headers, rejected=wait.rejected, waited_for=waited_for, grace_over=grace_over)
+
+    async def _average(self, round_: int, proposal: rounds.Proposal, wait: _Wait) -> bool:
+        """Average what would be committed. False if a payload turned out bad: it is rejected, and the round has to be
+        decided again.
+        """
+        wait.averaged = None
+        if not proposal.participants:
+            return True
+        own = (self.context.member, self._own[1]) if self._own is not None and self._own[0] == round_ else None
+        try:
+            await gather_mean(self.context.store, round_, proposal.participants, own=own, out=wait.mean)
+        except BadPayloadError as problem:
+            wait.rejected[problem.member] = problem.reason
+            return False
+        wait.averaged = proposal.participants
+        return True
+
+    async def _commit(self, round_: int, proposal: rounds.Proposal, wait: _Wait) -> Commit:
+        member = self.context.member
+        mine = Commit(
+            round=round_,
+            fragment=wait.fragment.index,
+            base_digest=proposal.base_digest,
+            algorithm="gather",
+            participants=proposal.participants,
+            left_out=proposal.left_out,
+            committed_by=member.rank,
+            committed_by_attempt=member.attempt,
+            reason=proposal.reason,
+        )
+        key = layout.commit(round_)
+        _, stored = await create_once(self.context.store, key, mine)
+        return Commit.from_json(stored, f"{self.context.store.uri}/{key}")
+
+    def _note(self, commit: Commit) -> None:
+        """Remember who was there, and end the run after three rounds to which nobody contributed."""
+        present = {p.rank for p in commit.participants} | {
+            out.rank for out in commit.left_out if out.attempt is not None
+        }
+        self._present = {r: ranks for r, ranks in self._present.items() if r == commit.round - 1} | {
+            commit.round: present
+        }
+        self._empty = 0 if commit.participants else self._empty + 1
+        if self._empty >= MOST_EMPTY_ROUNDS:
+            reasons = "; ".join(f"rank {out.rank}: {out.reason}" for out in commit.left_out)
+            raise RoundError(
+                f"nobody contributed to the last {self._empty} rounds, up to round {commit.round} ({reasons})"
+            )

@@ -1,0 +1,173 @@
+"""The global state in the bucket: checkpoints, and catching up from one by replaying the committed rounds.
+
+`checkpoints/{c}` is the state before round c. Its parts lie under their writer's own key and a create-once manifest
+names them: a checkpoint is what its manifest names, so two writers can't mix. It may be loaded only once it is
+*confirmed*: commits c … c+F−1 exist and carry its digests. Checkpoint 0, the initial state, needs no confirmation:
+everyone starts from the one that won.
+
+A crash between parts and manifest leaves orphaned parts and no checkpoint; writing again is harmless.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from diloco.errors import CorruptObjectError, DivergedError
+from diloco.exchange import layout
+from diloco.exchange.clock import Timer
+from diloco.exchange.records import CheckpointPart, Commit, Manifest
+from diloco.exchange.reduce import BadPayloadError, gather_mean
+from diloco.exchange.store import create_once, read_if_there
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from diloco.exchange.clock import Poll
+    from diloco.exchange.context import Context
+    from diloco.exchange.state import FragmentState, OuterStep
+    from diloco.exchange.store import Store
+
+_PARAMETER, _MOMENTUM = "parameters/", "momentum/"
+
+
+async def read_commit(store: Store, round_: int) -> Commit | None:
+    """The record of a round, or None while it is open."""
+    key = layout.commit(round_)
+    data = await read_if_there(store, key)
+    return None if data is None else Commit.from_json(data, f"{store.uri}/{key}")
+
+
+async def write_checkpoint(context: Context, round_: int, states: Sequence[FragmentState]) -> Manifest:
+    """Write the parts of the state before `round_`, then the manifest; returns the one that won."""
+    import safetensors.torch
+
+    parts = []
+    for state in states:
+        tensors = {_PARAMETER + name: tensor for name, tensor in state.named()}
+        tensors |= {_MOMENTUM + name: tensor for name, tensor in state.momentum.items()}
+        data = safetensors.torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+        key = layout.checkpoint_part(round_, context.member, state.index)
+        await context.store.write(key, data)
+        parts.append(
+            CheckpointPart(
+                fragment=state.index, key=key, size=len(data), digest=state.digest(), last_round=state.last_round
+            )
+        )
+    mine = Manifest(round=round_, rank=context.member.rank, attempt=context.member.attempt, parts=parts)
+    _, stored = await create_once(context.store, layout.manifest(round_), mine)
+    return Manifest.from_json(stored, layout.manifest(round_))
+
+
+async def read_manifest(store: Store, round_: int) -> Manifest | None:
+    """The manifest of a checkpoint, or None."""
+    key = layout.manifest(round_)
+    data = await read_if_there(store, key)
+    return None if data is None else Manifest.from_json(data, f"{store.uri}/{key}")
+
+
+async def agree_on_initial(context: Context, states: Sequence[FragmentState]) -> Manifest:
+    """Checkpoint 0, the initial state: rank 0 proposes its own, another one after `dead_after`; everyone uses the
+    winner's.
+    """
+    waited: list[Timer] = []
+
+    async def look(poll: Poll) -> Manifest | None:
+        manifest = await read_manifest(context.store, 0)
+        if manifest is not None:
+            return manifest
+        if not waited:
+            waited.append(Timer(poll))
+        if context.member.rank == 0 or waited[0].seconds > context.settings.dead_after:
+            return await write_checkpoint(context, 0, states)
+        context.waiting_for = ["rank 0 to write the initial state"]
+        return None
+
+    return await context.wait_until(look, doing="joining the run")
+
+
+async def newest_checkpoint(context: Context) -> Manifest | None:
+    """The newest confirmed checkpoint, or None."""
+    rounds = []
+    for entry in await context.store.list(layout.CHECKPOINTS):
+        number = layout.parse_number(entry.key) if entry.key.endswith("/manifest.json") else None
+        if number is not None:
+            rounds.append(number)
+    for round_ in sorted(rounds, reverse=True):
+        manifest = await read_manifest(context.store, round_)
+        if manifest is not None and await _confirmed(context, manifest):
+            return manifest
+    return None
+
+
+async def _confirmed(context: Context, manifest: Manifest) -> bool:
+    if manifest.round == 0:
+        return True
+    digests = {part.fragment: part.digest for part in manifest.parts}
+    for round_ in range(manifest.round, manifest.round + context.run.fragments):
+        commit = await read_commit(context.store, round_)
+        if commit is None or commit.base_digest != digests.get(commit.fragment):
+            return False
+    return True
+
+
+async def load_checkpoint(context: Context, manifest: Manifest, states: Sequence[FragmentState]) -> None:
+    """Copy a checkpoint into `states`, a fragment at a time. Raises CorruptObjectError if the bits are not what the
+    manifest says.
+    """
+    import safetensors.torch
+
+    for state, part in zip(states, sorted(manifest.parts, key=lambda part: part.fragment), strict=True):
+        tensors = safetensors.torch.load(await context.store.read(part.key, 0, part.size))
+        for prefix, targets in ((_PARAMETER, state.parameters), (_MOMENTUM, state.momentum)):
+            for name, target in targets.items():
+                source = tensors.get(prefix + name)
+                if source is None or source.shape != target.shape or source.dtype != target.dtype:
+                    raise CorruptObjectError(f"{part.key}: has no {name} of shape {list(target.shape)}")
+                target.copy_(source)
+        state.last_round = part.last_round
+        if state.digest() != part.digest:
+            raise CorruptObjectError(
+                f"{part.key}: its bits are not what the manifest of checkpoint {manifest.round} says"
+            )
+
+
+async def replay(
+    context: Context,
+    states: Sequence[FragmentState],
+    round_: int,
+    step: OuterStep,
+) -> int:
+    """Apply the committed rounds from `round_` on to `states`; returns the first round that is still open, or R.
+
+    Raises DivergedError if a record was made on other bits than `states`.
+    """
+    while round_ < context.run.rounds:
+        commit = await read_commit(context.store, round_)
+        if commit is None:
+            break
+        state = states[commit.fragment]
+        if commit.base_digest != state.digest():
+            raise DivergedError(
+                f"{context.member}: fragment {commit.fragment} before round {round_} is not what the others agreed on"
+            )
+        if commit.participants:
+            mean = torch.empty(state.numel, dtype=torch.float32)
+            await committed_mean(context, commit, mean)
+            state.apply(mean, step, round_)
+        round_ += 1
+    return round_
+
+
+async def committed_mean(context: Context, commit: Commit, out: torch.Tensor) -> None:
+    """The mean of a committed round. A payload that is gone raises ObjectMissingError; a corrupt one
+    CorruptObjectError.
+    """
+    try:
+        await gather_mean(context.store, commit.round, commit.participants, own=None, out=out)
+    except BadPayloadError as problem:
+        raise CorruptObjectError(
+            f"round {commit.round} was committed, but {problem.member}'s payload is corrupt now ({problem.reason}); "
+            "it is not averaged: fork a new run from a checkpoint"
+        ) from problem

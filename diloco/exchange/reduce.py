@@ -1,0 +1,124 @@
+"""The mean of a round's contributions, streamed: at any time one block of one contribution is in memory beside the
+result.
+
+The mean is Σ fp32(w_k / W) · payload_k, added in rank order, one multiplication and one addition a value. Each chunk
+is checked against the digest in its header before it is added.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from diloco.errors import CorruptObjectError
+from diloco.exchange import codec, layout
+from diloco.exchange.store import BLOCK_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from diloco.exchange.records import Participant, Payload
+    from diloco.exchange.store import Store
+
+
+class BadPayloadError(CorruptObjectError):
+    """One participant's payload can't be averaged."""
+
+    def __init__(self, member: layout.Member, reason: str) -> None:
+        super().__init__(f"{member}: {reason}")
+        self.member = member
+        self.reason = reason
+
+
+def shares(weights: Sequence[int]) -> list[float]:
+    """Each weight's share of the sum, rounded to fp32 (returned as Python floats that hold fp32 values exactly)."""
+    total = sum(weights)
+    return [float(torch.tensor(weight / total, dtype=torch.float32)) for weight in weights]
+
+
+def check_payload(info: Payload, *, codec_name: str, numel: int, fragment_layout: str, chunk_bytes: int) -> str | None:
+    """Why a payload that says this of itself can't be averaged here, or None. No I/O."""
+    if info.codec != codec_name:
+        return f"its payload is {info.codec}, the run's codec is {codec_name}"
+    if info.numel != numel or info.layout != fragment_layout:
+        return f"its payload has other names, shapes or dtypes ({info.numel} values, expected {numel})"
+    wanted = -(-numel * codec.codec(codec_name).itemsize // chunk_bytes)
+    if info.chunk_bytes != chunk_bytes or len(info.chunks) != wanted:
+        return (
+            f"its payload has {len(info.chunks)} chunks of {info.chunk_bytes} bytes, expected {wanted} of {chunk_bytes}"
+        )
+    return None
+
+
+async def gather_mean(
+    store: Store,
+    round_: int,
+    participants: Sequence[Participant],
+    *,
+    own: tuple[layout.Member, bytearray] | None,
+    out: torch.Tensor,
+) -> None:
+    """Average the participants' payloads into `out` (fp32, CPU, shape [numel]).
+
+    Needs at least one participant. `own` is this replica's payload object, which is not fetched. Raises
+    BadPayloadError that names the member, and leaves `out` undefined.
+    """
+    for index, (participant, share) in enumerate(
+        zip(participants, shares([p.weight for p in participants]), strict=True)
+    ):
+        info = participant.payload
+        codec_ = codec.codec(info.codec)
+        block_bytes = max(BLOCK_BYTES // info.chunk_bytes, 1) * info.chunk_bytes
+        decode = codec.Decoder(codec_, min(block_bytes, info.size - info.data_offset))
+        if own is not None and own[0] == participant.member:
+            blocks = _own_blocks(own[1], info, block_bytes)
+        else:
+            blocks = _checked_blocks(store, layout.payload(round_, participant.member), participant, block_bytes)
+        start = 0
+        async for block in blocks:
+            values = decode(block)
+            if not bool(torch.isfinite(values).all()):
+                raise BadPayloadError(participant.member, "its payload holds NaN or Inf")
+            target = out[start : start + values.numel()]
+            if index == 0:
+                torch.mul(values, share, out=target)
+            else:
+                target.add_(values.mul_(share))
+            start += values.numel()
+
+
+async def _own_blocks(data: bytearray, info: Payload, block_bytes: int) -> AsyncIterator[memoryview]:
+    view = memoryview(data)
+    for offset in range(info.data_offset, info.size, block_bytes):
+        yield view[offset : offset + block_bytes]
+
+
+async def _checked_blocks(
+    store: Store, key: str, participant: Participant, block_bytes: int
+) -> AsyncIterator[memoryview]:
+    info = participant.payload
+    body = info.data_offset
+    chunk = 0
+    try:
+        # The framing comes with the first block: one request less for each payload.
+        first = memoryview(await store.read(key, 0, min(body + block_bytes, info.size)))
+        codec.check_frame(bytes(first[:body]), info, key)
+        chunk = _check_chunks(first[body:], participant, chunk)
+        yield first[body:]
+        async for block in store.stream(key, body + block_bytes, info.size, block_bytes):
+            chunk = _check_chunks(memoryview(block), participant, chunk)
+            yield memoryview(block)
+    except BadPayloadError:
+        raise
+    except CorruptObjectError as problem:
+        raise BadPayloadError(participant.member, str(problem)) from problem
+
+
+def _check_chunks(view: memoryview, participant: Participant, chunk: int) -> int:
+    info = participant.payload
+    for offset in range(0, len(view), info.chunk_bytes):
+        if codec.digest(view[offset : offset + info.chunk_bytes]) != info.chunks[chunk]:
+            raise BadPayloadError(participant.member, f"chunk {chunk} of its payload is not what its header says")
+        chunk += 1
+    return chunk

@@ -1,0 +1,212 @@
+"""The few operations that the protocol needs of an object store, and what it assumes of it.
+
+Assumed: read-after-write and list-after-write consistency, atomic whole-object writes, and atomic create-if-absent.
+Amazon S3 gives all three (https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-requests.html);
+:func:`check_store` refuses a store that does not.
+
+Repeating any operation is harmless: reads and lists change nothing, `write` puts the same bytes again, and `create`
+of a record is recognised as one's own by its nonce (:func:`create_once`). Every failure is one of the errors in
+:mod:`diloco.errors`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import urlsplit
+
+from diloco.errors import (
+    ConditionalWriteError,
+    ConfigurationError,
+    CorruptObjectError,
+    ObjectMissingError,
+    OutcomeUnknownError,
+)
+from diloco.exchange import layout
+from diloco.exchange.records import new_nonce
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable, Mapping
+    from pathlib import Path
+    from typing import Any
+
+    from diloco.exchange.records import OnceRecord
+
+BLOCK_BYTES = 8 * 2**20
+"""How much of a large object is in flight in one piece."""
+
+CREATE_ATTEMPTS = 5
+
+
+class Entry(NamedTuple):
+    """One listed object."""
+
+    key: str
+    size: int
+
+
+Entries = list[Entry]
+
+
+@dataclass
+class Stats:
+    """What went through a store: requests as the protocol made them, bytes of bodies."""
+
+    requests: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+
+
+class Store(ABC):
+    """An object store below one URI. Keys are relative to it, with slashes."""
+
+    def __init__(self, uri: str) -> None:
+        self.uri = uri.rstrip("/")
+        self.stats = Stats()
+
+    async def read(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        """An object's bytes, or those in `[start, end)`. Raises ObjectMissingError, CorruptObjectError for a short
+        answer.
+        """
+        self.stats.requests += 1
+        data = await self._read(key, start, end)
+        self.stats.bytes_down += len(data)
+        if end is not None and len(data) != end - start:
+            raise CorruptObjectError(f"{key}: asked for bytes {start}-{end}, got {len(data)} bytes")
+        return data
+
+    async def stream(self, key: str, start: int, end: int, block: int = BLOCK_BYTES) -> AsyncIterator[bytes]:
+        """The bytes in `[start, end)` in order, `block` at a time (the last may be shorter); at most two blocks are
+        in memory.
+        """
+        for offset in range(start, end, block):
+            yield await self.read(key, offset, min(offset + block, end))
+
+    async def create(self, key: str, data: bytes | bytearray) -> bool:
+        """Write the object if it is absent. True: written now; False: it was there. Raises OutcomeUnknownError if the
+        answer was lost.
+        """
+        self.stats.requests += 1
+        created = await self._create(key, data)
+        self.stats.bytes_up += len(data)
+        return created
+
+    async def write(self, key: str, data: bytes | bytearray) -> None:
+        """Write the object whether or not it is there."""
+        self.stats.requests += 1
+        await self._write(key, data)
+        self.stats.bytes_up += len(data)
+
+    async def write_file(self, key: str, path: Path) -> None:
+        """Write an object from a local file."""
+        self.stats.requests += 1
+        self.stats.bytes_up += path.stat().st_size
+        await self._write_file(key, path)
+
+    async def list(self, prefix: str) -> Entries:
+        """All objects whose key starts with `prefix` (which ends in a slash), sorted by key. Never cached."""
+        self.stats.requests += 1
+        return sorted(await self._list(prefix))
+
+    async def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects; absent ones are ignored."""
+        for key in keys:
+            self.stats.requests += 1
+            await self._delete(key)
+
+    async def close(self) -> None:  # noqa: B027 - most stores hold nothing
+        """Release connections."""
+
+    @abstractmethod
+    async def _read(self, key: str, start: int, end: int | None) -> bytes: ...
+
+    @abstractmethod
+    async def _create(self, key: str, data: bytes | bytearray) -> bool: ...
+
+    @abstractmethod
+    async def _write(self, key: str, data: bytes | bytearray) -> None: ...
+
+    @abstractmethod
+    async def _write_file(self, key: str, path: Path) -> None: ...
+
+    @abstractmethod
+    async def _list(self, prefix: str) -> Entries: ...
+
+    @abstractmethod
+    async def _delete(self, key: str) -> None: ...
+
+
+def open_store(uri: str, *, storage_options: Mapping[str, Any] | None = None) -> Store:
+    """The store at `s3://bucket/prefix`, `file:///folder`, `memory://name`, or any URI of an asynchronous fsspec
+    filesystem.
+
+    `storage_options` go to the fsspec filesystem; what they leave out comes from the environment (AWS_ENDPOINT_URL,
+    credentials, …). Raises ConfigurationError for a scheme that can't be used.
+    """
+    scheme = urlsplit(uri).scheme
+    if scheme == "memory":
+        from diloco.exchange.stores import MemoryStore
+
+        return MemoryStore(uri)
+    if scheme == "file":
+        from diloco.exchange.stores import LocalStore
+
+        return LocalStore(uri)
+    if not scheme:
+        raise ConfigurationError(f"rendezvous {uri!r} has no scheme: write s3://bucket/prefix or file:///folder")
+    from diloco.exchange.remote import RemoteStore
+
+    return RemoteStore(uri, storage_options or {})
+
+
+async def create_once(store: Store, key: str, record: OnceRecord) -> tuple[bool, bytes]:
+    """Create a record if absent; returns whether the stored one is mine, and its bytes.
+
+    A lost answer is settled by reading back: the object is mine exactly if it holds my nonce.
+    """
+    body = record.to_json()
+    for attempt in range(CREATE_ATTEMPTS):
+        try:
+            if await store.create(key, body):
+                return True, body
+        except OutcomeUnknownError:
+            if attempt == CREATE_ATTEMPTS - 1:
+                raise
+        try:
+            stored = await store.read(key)
+        except ObjectMissingError:
+            continue
+        return stored == body, stored
+    raise OutcomeUnknownError(f"{store.uri}/{key}: the store says that it exists, and that it does not")
+
+
+async def read_if_there(store: Store, key: str) -> bytes | None:
+    """An object's bytes, or None."""
+    try:
+        return await store.read(key)
+    except ObjectMissingError:
+        return None
+
+
+async def check_store(store: Store) -> None:
+    """Prove with two writes to a fresh key that create-if-absent works, and that listing and deleting are allowed.
+
+    Raises ConditionalWriteError for a store that lets both writes win, else what the operation itself raises
+    (BucketMissingError, AccessDeniedError, StoreUnreachableError).
+    """
+    key = f"{layout.PROBES}{new_nonce()}.json"
+    try:
+        await store.create(key, b"first")
+        second = await store.create(key, b"second")
+        if second or await store.read(key) != b"first":
+            raise ConditionalWriteError(
+                f"{store.uri}: this store ignores conditional writes (If-None-Match: *), so two replicas could both commit a round; "
+                "use Amazon S3, MinIO, SeaweedFS, MiniStack, or a local folder"
+            )
+        if not any(entry.key == key for entry in await store.list(layout.PROBES)):
+            raise ConditionalWriteError(
+                f"{store.uri}: an object that was just written is not listed; a strongly consistent store is needed"
+            )
+    finally:
+        await store.delete([key])

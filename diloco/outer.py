@@ -1,0 +1,290 @@
+"""The outer loop: torchft's DiLoCo on our manager, and the few calls a trainer makes.
+
+    outer = make_diloco_outer_loop(manager, fragments, inner_optimizer, steps=200, sync_every=25, save=save_model)
+    with outer:
+        for step in outer.steps():
+            loss = …
+            loss.backward()
+            outer.report(loss=float(loss), tokens=batch.numel())
+            inner_optimizer.step()
+            inner_optimizer.zero_grad()
+    outer.finish()
+
+Algorithm: DiLoCo (https://arxiv.org/abs/2311.08105) and Streaming DiLoCo (https://arxiv.org/abs/2501.18512), as
+implemented by torchft 0.2.0.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torchft.local_sgd import USE_BUCKETIZATION_ENV, DiLoCo
+
+from diloco.errors import ConfigurationError, DilocoError
+from diloco.exchange.records import RunRecord
+from diloco.exchange.state import FragmentState, OuterStep
+from diloco.fragments import fragment_model
+from diloco.manager import Attached
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
+    from types import TracebackType
+
+    from torch import nn
+
+    from diloco.exchange.records import RunResult
+    from diloco.fragments import FragmentedModel
+    from diloco.manager import ObjectStoreManager
+
+logger = logging.getLogger(__name__)
+
+STREAMING_ALPHA = 0.5
+"""Share of the local parameters that a delayed sync keeps by default (Streaming DiLoCo's alpha): with 0 the delay's
+inner steps are lost.
+"""
+
+MOST_IDLE_STEPS = 1000
+"""So many yields of one step without an optimizer step mean that the trainer has forgotten it (a gradient scaler may
+skip a few).
+"""
+
+
+class OuterSGD(torch.optim.Optimizer):
+    """The outer optimizer: SGD with momentum as single correctly rounded operations, on momenta that exist from the
+    start.
+
+    Args:
+        parameters: fp32 parameters of one fragment.
+        step: learning rate, momentum, Nesterov or not.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], step: OuterStep) -> None:
+        super().__init__(parameters, {"lr": step.lr, "momentum": step.momentum})
+        self._step = step
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                # torch's SGD clones the first gradient instead, which keeps −0.0 where a replay has 0.0.
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure can be evaluated again here
+        """Apply each parameter's `.grad`, the mean pseudo-gradient."""
+        del closure
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step(parameter.data, self.state[parameter]["momentum_buffer"], parameter.grad)
+
+
+class OuterLoop:
+    """A model that trains as one replica of a run. Made by :func:`make_diloco_outer_loop`."""
+
+    def __init__(
+        self,
+        manager: ObjectStoreManager,
+        diloco: Any,
+        inner_optimizer: torch.optim.Optimizer,
+        steps: int,
+        save: Callable[[Path], None] | None,
+    ) -> None:
+        self._manager = manager
+        self._diloco = diloco
+        self._inner_optimizer = inner_optimizer
+        self._steps = steps
+        self._save = save
+
+    def __enter__(self) -> Self:
+        self._diloco.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._diloco.__exit__(kind, problem, trace)
+
+    def steps(self) -> Iterator[int]:
+        """The global inner step to make next, until the last: starts where the run is, and jumps after a catch-up.
+
+        Data order and learning rate must be functions of it. Raises DilocoError if the inner optimizer is not stepped.
+        """
+        idle, before = 0, -1
+        while True:
+            self._manager.after_apply()
+            step = self._manager.inner_step
+            if step >= self._steps:
+                return
+            idle, before = (idle + 1, step) if step == before else (0, step)
+            if idle > MOST_IDLE_STEPS:
+                raise DilocoError(
+                    f"inner step {step} does not end: call inner_optimizer.step() inside `with outer:` once a step"
+                )
+            yield step
+
+    def report(self, *, loss: float | None = None, tokens: int = 0) -> None:
+        """Tell the training loss (nats a token) and the tokens of the step that is about to be made; tokens weigh the
+        contribution.
+        """
+        self._manager.report(loss=loss, tokens=tokens)
+
+    def report_evaluation(self, loss: float) -> None:
+        """Tell the held-out loss (nats a token) of the parameters as they are at a round's beginning, or after
+        :meth:`finish`.
+        """
+        self._manager.report_evaluation(loss)
+
+    def finish(self) -> RunResult:
+        """Set every parameter to its global value, agree with the others on the result, and have one replica save the
+        model.
+        """
+        return self._manager.finish(self._save)
+
+
+def make_diloco_outer_loop(
+    manager: ObjectStoreManager,
+    model_fragments: Sequence[nn.Module],
+    inner_optimizer: torch.optim.Optimizer,
+    *,
+    steps: int,
+    sync_every: int,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.9,
+    nesterov: bool = True,
+    fragment_sync_delay: int = 0,
+    fragment_update_alpha: float | None = None,
+    backup_device: torch.device | None = None,
+    save: Callable[[Path], None] | None = None,
+) -> OuterLoop:
+    """Attach a model to a run: agree with the other replicas on it, take over the run's parameters, and return the
+    loop.
+
+    Args:
+        manager: this replica's place in the run.
+        model_fragments: modules that together hold every trained parameter (fp32) once; synced in turn, `sync_every /
+            fragments` steps apart.
+        inner_optimizer: trains those parameters; its `step` drives the rounds.
+        steps: inner steps of the whole run, a multiple of `sync_every`.
+        sync_every: inner steps after which every fragment has been synced once (H).
+        outer_lr, outer_momentum, nesterov: the outer SGD.
+        fragment_sync_delay: inner steps between taking a pseudo-gradient and applying the mean, to overlap exchange
+            and training.
+        fragment_update_alpha: how much of the local parameters a sync keeps, 0…1; None: 0 without delay, else 0.5.
+        backup_device: where torchft keeps the global parameters; None: the CPU.
+        save: writes the trained model into the folder it is given; called on one replica after the last round.
+
+    Raises ConfigurationError for settings that can't work, and RunMismatchError when the run was made with others.
+    """
+    _check_schedule(steps, sync_every, len(model_fragments), fragment_sync_delay)
+    alpha = fragment_update_alpha
+    if alpha is None:
+        alpha = STREAMING_ALPHA if fragment_sync_delay else 0.0
+    elif not 0.0 <= alpha <= 1.0:
+        raise ConfigurationError(f"fragment_update_alpha is {alpha}: it must be between 0 and 1")
+    elif alpha == 0.0 and fragment_sync_delay:
+        logger.warning(
+            "fragment_update_alpha 0 with a delay of %d: the inner steps made during the delay are thrown away",
+            fragment_sync_delay,
+        )
+    model = fragment_model(model_fragments, inner_optimizer)
+    step = OuterStep(outer_lr, outer_momentum, nesterov)
+    optimizers = [OuterSGD([p for _, p in fragment.named_parameters()], step) for fragment in model.fragments]
+    diloco = DiLoCo(
+        manager,
+        model.fragments,
+        inner_optimizer,
+        optimizers,
+        sync_every,
+        backup_device=backup_device,
+        use_bucketization=False,
+        fragment_sync_delay=fragment_sync_delay,
+        fragment_update_alpha=alpha,
+    )
+    manager.attach(
+        _attachment(manager, model, diloco, optimizers, inner_optimizer, step, steps, sync_every, fragment_sync_delay)
+    )
+    return OuterLoop(manager, diloco, inner_optimizer, steps, save)
+
+
+def _check_schedule(steps: int, sync_every: int, fragments: int, delay: int) -> None:
+    if os.environ.get(USE_BUCKETIZATION_ENV) == "True":
+        raise ConfigurationError(
+            f"{USE_BUCKETIZATION_ENV} is set: torchft 0.2.0 loses tensors with it; unset it (the exchange coalesces by itself)"
+        )
+    if fragments < 1:
+        raise ConfigurationError("model_fragments is empty: give at least one module")
+    if sync_every < 1 or steps < sync_every or steps % sync_every:
+        raise ConfigurationError(f"steps is {steps}: it must be a multiple of sync_every ({sync_every})")
+    if sync_every % fragments:
+        raise ConfigurationError(f"sync_every is {sync_every}: it must be a multiple of the {fragments} fragments")
+    if not 0 <= delay < sync_every // fragments:
+        raise ConfigurationError(
+            f"fragment_sync_delay is {delay}: it must be from 0 to {sync_every // fragments - 1}, below sync_every / fragments, since "
+            "one fragment is in flight at a time"
+        )
+
+
+def _attachment(
+    manager: ObjectStoreManager,
+    model: FragmentedModel,
+    diloco: Any,
+    optimizers: list[OuterSGD],
+    inner_optimizer: torch.optim.Optimizer,
+    step: OuterStep,
+    steps: int,
+    sync_every: int,
+    delay: int,
+) -> Attached:
+    states, pairs = [], []
+    for index, (fragment, optimizer) in enumerate(zip(model.fragments, optimizers, strict=True)):
+        backups = diloco._fragments[index].original_parameters
+        named = dict(fragment.named_parameters())
+        momenta = {name: optimizer.state[parameter]["momentum_buffer"] for name, parameter in named.items()}
+        states.append(FragmentState(index, backups, momenta))
+        pairs += [(parameter, backups[name]) for name, parameter in named.items()]
+
+    @torch.no_grad()
+    def load_globals() -> None:
+        for parameter, backup in pairs:
+            parameter.data.copy_(backup)
+
+    fragments = len(model.fragments)
+    settings, world_size = manager.settings, manager.world_size
+    run = RunRecord(
+        run_id=manager.store.uri.rsplit("/", 1)[-1],
+        world_size=world_size,
+        rounds=steps // sync_every * fragments,
+        fragments=fragments,
+        sync_every=sync_every,
+        codec=settings.codec,
+        policy=settings.policy,
+        min_replicas=settings.majority(world_size),
+        outer_lr=step.lr,
+        outer_momentum=step.momentum,
+        nesterov=step.nesterov,
+        chunk_bytes=chunk_bytes(max(state.numel for state in states) * 4, world_size),
+        parameters=model.shapes,
+        constants=model.constants,
+    )
+    return Attached(
+        run=run,
+        states=states,
+        call_order=[[name for name, _ in fragment.named_parameters()] for fragment in model.fragments],
+        step=step,
+        prepare_step=sync_every // fragments - delay,
+        load_globals=load_globals,
+        reset_inner=inner_optimizer.state.clear,
+        check_buffers=model.check_buffers,
+    )
+
+
+def chunk_bytes(payload_bytes: int, world_size: int) -> int:
+    """Bytes of a chunk: the largest power of two up to 8 MiB that gives at least 16 chunks a replica, and at least 64
+    KiB.
+    """
+    size = 8 * 2**20
+    while size > 64 * 2**10 and payload_bytes // size < 16 * world_size:
+        size //= 2
+    return size

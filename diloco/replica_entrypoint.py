@@ -1,0 +1,182 @@
+"""What every backend runs in its container: `python -m diloco.replica_entrypoint`.
+
+The contract: `--rendezvous`, `--world-size`, `--rank`, `--trainer-module`, `--trainer-fn`, `--trainer-kwargs-json`,
+`--exchange-json`. What is not on the command line comes from the environment: `RENDEZVOUS_URI`, `WORLD_SIZE`,
+`REPLICA_RANK` (or `JOB_COMPLETION_INDEX`, which Kubernetes sets in an Indexed Job), `DILOCO_TRAINER_MODULE`,
+`DILOCO_TRAINER_FN`, `DILOCO_TRAINER_KWARGS_JSON`, `DILOCO_EXCHANGE_JSON`.
+
+It joins the run, imports the trainer, and calls `trainer_fn(manager=…, rank=…, world_size=…, **kwargs)`. Exit codes
+are those of :class:`diloco.errors.ExitCode`; the last line on stderr of a process that failed begins with `diloco:
+error: `.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import json
+import logging
+import os
+import signal
+import sys
+import traceback
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from pydantic import ValidationError
+
+from diloco.errors import ConfigurationError, DilocoError, ExitCode
+from diloco.exchange.settings import ExchangeSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from types import FrameType
+
+    from diloco.manager import ObjectStoreManager
+
+DEFAULT_TRAINER = ("diloco.training", "diloco_train")
+
+
+class Interrupted(BaseException):
+    """SIGTERM or SIGINT: unwinds the training thread wherever it is."""
+
+
+def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
+    """Run one replica; returns its exit code."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    for noisy in ("torchft", "aiobotocore", "botocore", "httpx", "datasets"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _interrupt)
+    manager: ObjectStoreManager | None = None
+    try:
+        options = parse(argv, environ)
+        exchange = _settings(options.exchange_json)
+        kwargs = _object(options.trainer_kwargs_json, "--trainer-kwargs-json")
+        trainer = find_trainer(options.trainer_module, options.trainer_fn)
+        from diloco.manager import ObjectStoreManager
+
+        manager = ObjectStoreManager(
+            options.rendezvous, rank=options.rank, world_size=options.world_size, settings=exchange
+        )
+        manager.start()
+        returned = trainer(manager=manager, rank=options.rank, world_size=options.world_size, **kwargs)
+        manager.close(trainer=_plain(returned))
+    except BaseException as problem:  # noqa: BLE001 - every end of a replica gets its exit code and its last line
+        return _give_up(manager, problem)
+    return ExitCode.OK
+
+
+def _give_up(manager: ObjectStoreManager | None, problem: BaseException) -> int:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    if isinstance(problem, SystemExit):
+        return int(problem.code) if isinstance(problem.code, int) else ExitCode.FAILED
+    if isinstance(problem, Interrupted):
+        code, text = ExitCode.INTERRUPTED, "stopped by a signal; start the run again with the same run id to go on"
+    elif isinstance(problem, DilocoError):
+        code, text = problem.exit_code, str(problem)
+    else:
+        traceback.print_exception(problem)
+        code, text = ExitCode.FAILED, f"the trainer failed: {type(problem).__name__}: {problem}"
+    if manager is not None:
+        try:
+            manager.close(problem=problem)
+        except Exception as lost:  # noqa: BLE001 - the first problem is the one to tell
+            print(f"diloco: warning: could not say so in the store: {lost}", file=sys.stderr)  # noqa: T201
+    print(f"diloco: error: {' '.join(text.split())}", file=sys.stderr, flush=True)  # noqa: T201
+    return code
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise Interrupted(signal.Signals(number).name)
+
+
+def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> argparse.Namespace:
+    """The contract's values; argv wins over the environment. Raises ConfigurationError that names every missing one."""
+    parser = argparse.ArgumentParser(
+        prog="python -m diloco.replica_entrypoint", description="Run one replica of a run."
+    )
+    parser.add_argument("--rendezvous", default=environ.get("RENDEZVOUS_URI"))
+    parser.add_argument("--world-size", type=int, default=_number(environ, "WORLD_SIZE"))
+    parser.add_argument("--rank", type=int, default=_number(environ, "REPLICA_RANK", "JOB_COMPLETION_INDEX"))
+    parser.add_argument("--trainer-module", default=environ.get("DILOCO_TRAINER_MODULE", DEFAULT_TRAINER[0]))
+    parser.add_argument("--trainer-fn", default=environ.get("DILOCO_TRAINER_FN", DEFAULT_TRAINER[1]))
+    parser.add_argument("--trainer-kwargs-json", default=environ.get("DILOCO_TRAINER_KWARGS_JSON", "{}"))
+    parser.add_argument("--exchange-json", default=environ.get("DILOCO_EXCHANGE_JSON", "{}"))
+    options = parser.parse_args(argv)
+    missing = [
+        f"{flag} or {variable}"
+        for flag, variable, value in (
+            ("--rendezvous", "RENDEZVOUS_URI", options.rendezvous),
+            ("--world-size", "WORLD_SIZE", options.world_size),
+            ("--rank", "REPLICA_RANK", options.rank),
+        )
+        if value is None
+    ]
+    if missing:
+        raise ConfigurationError(f"missing: {', '.join(missing)}")
+    return options
+
+
+def _number(environ: Mapping[str, str], *names: str) -> int | None:
+    for name in names:
+        if name in environ:
+            try:
+                return int(environ[name])
+            except ValueError:
+                raise ConfigurationError(f"{name} is {environ[name]!r}: it must be a whole number") from None
+    return None
+
+
+def _settings(text: str) -> ExchangeSettings:
+    try:
+        return ExchangeSettings.model_validate(_object(text, "--exchange-json"))
+    except ValidationError as problem:
+        first = problem.errors()[0]
+        raise ConfigurationError(f"--exchange-json: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def _object(text: str, flag: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as problem:
+        raise ConfigurationError(f"{flag} is no JSON: {problem}") from None
+    if not isinstance(value, dict):
+        raise ConfigurationError(f"{flag} is a JSON {type(value).__name__}: it must be an object")
+    return value
+
+
+def find_trainer(module: str, name: str) -> Callable[..., Any]:
+    """Import the trainer. Raises ConfigurationError when the module or the function is not there, or can't take what
+    it will be given.
+    """
+    try:
+        trainer = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as problem:
+        raise ConfigurationError(f"--trainer-module {module}: {problem}; is it on PYTHONPATH?") from problem
+    if not callable(trainer):
+        raise ConfigurationError(f"--trainer-fn {name}: {module} has no such function")
+    parameters = inspect.signature(trainer).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    missing = [name for name in ("manager", "rank", "world_size") if name not in parameters]
+    if missing and not takes_any:
+        raise ConfigurationError(
+            f"{module}.{name} takes no {', '.join(missing)}: a trainer is fn(*, manager, rank, world_size, **kwargs)"
+        )
+    return trainer  # type: ignore[no-any-return]  # checked to be callable
+
+
+def _plain(returned: object) -> dict[str, Any]:
+    """What JSON can hold of a trainer's result."""
+    if not isinstance(returned, dict):
+        return {}
+    return {
+        str(key): value
+        for key, value in returned.items()
+        if isinstance(value, (str, int, float, bool, type(None))) and value == value
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
