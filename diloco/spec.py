@@ -36,7 +36,7 @@ def new_run_id() -> str:
 
 
 class RunSettings(BaseModel):
-    """All that a launcher decides about a run. Steps are inner steps; `rendezvous` and `output` are parents of the run."""
+    """All that a launcher decides about a run. Steps are inner steps; `rendezvous` and `output` are parents of it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 

@@ -142,13 +142,10 @@ class LocalProcessExecutor:
         # N replicas that each start a thread a core are slower than one.
         env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // replicas)))
         env["PYTHONUNBUFFERED"] = "1"
-        # The package may be a folder that the launcher put on its own path.
-        root = str(Path(__file__).resolve().parents[2])
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, (root, env.get("PYTHONPATH"))))
         env["REPLICA_RANK"] = str(spec.rank)
         env["WORLD_SIZE"] = str(spec.world_size)
         env["RENDEZVOUS_URI"] = spec.rendezvous_uri
-        return env
+        return package_on_path(env)
 
     def _find(self, handle: ReplicaHandle) -> _Process:
         return self._processes[handle.job_id]
@@ -190,6 +187,12 @@ def arguments(spec: ReplicaSpec) -> list[str]:
         *("--trainer-kwargs-json", json.dumps(dict(spec.trainer_kwargs))),
         *("--exchange-json", json.dumps(dict(spec.exchange))),
     ]
+
+
+def package_on_path(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment with this package importable: it may be a folder that the launcher put on its own path."""
+    root = str(Path(__file__).resolve().parents[2])
+    return {**env, "PYTHONPATH": os.pathsep.join(filter(None, (root, env.get("PYTHONPATH"))))}
 
 
 def usable_cores() -> int:

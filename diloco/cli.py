@@ -1,0 +1,374 @@
+"""The command line. Standard output carries the result; errors are one line on standard error, never a traceback.
+
+Exit codes: 0 the run succeeded, 1 it failed, 2 wrong usage or configuration, 128 + n stopped by signal n (130: Ctrl-C).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+import signal
+import sys
+import time
+from contextlib import ExitStack
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+import typer
+from rich.console import Console
+
+from diloco.errors import ConfigurationError, DilocoError, StoreError
+from diloco.executors.local import ERROR_PREFIX
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Sequence
+    from types import FrameType
+
+    from diloco.local_run import RunFolder
+    from diloco.report import RunReport
+    from diloco.spec import RunSettings
+
+FAILED = 1
+USAGE = 2
+
+app = typer.Typer(
+    name="diloco", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True
+)
+
+
+class Policy(StrEnum):
+    """What a round does about a straggler."""
+
+    strict = "strict"
+    skip = "skip"
+
+
+class Codec(StrEnum):
+    """Wire format of pseudo-gradients."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+@app.callback()
+def commands() -> None:
+    """Decoupled DiLoCo: train one model by replicas that share nothing but an object store."""
+
+
+@app.command()
+def run(
+    replicas: Annotated[int, typer.Option(help="Independent replicas of the model.")],
+    steps: Annotated[int, typer.Option(help="Inner steps of each replica.")],
+    sync_every: Annotated[int, typer.Option(help="Inner steps between two synchronisations of a parameter.")],
+    local: Annotated[bool, typer.Option("--local", help="Run the replicas as processes of this machine.")] = False,
+    fragments: Annotated[int, typer.Option(help="Parts of the model that are synchronised in turn.")] = 1,
+    sync_delay: Annotated[int, typer.Option(help="Inner steps that an exchange may overlap with.")] = 0,
+    model: Annotated[
+        str | None,
+        typer.Option(help="tiny, small, a Hugging Face name, or a folder.  [default: tiny]", show_default=False),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="stdlib, a path or glob, or a data set's name.  [default: stdlib]", show_default=False),
+    ] = None,
+    rendezvous: Annotated[
+        str | None, typer.Option(help="Parent of the run, s3://… or file://…; without it an S3 is started here.")
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option(help="Parent of the trained model, instead of the run's own prefix.")
+    ] = None,
+    policy: Annotated[
+        Policy, typer.Option(help="strict: every round needs all; skip: stragglers are left out.")
+    ] = Policy.strict,
+    min_replicas: Annotated[
+        int | None,
+        typer.Option(help="Replicas that a round needs under skip.  [default: a majority]", show_default=False),
+    ] = None,
+    codec: Annotated[Codec, typer.Option(help="Wire format of pseudo-gradients.")] = Codec.fp32,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds until a round that is not committed ends a replica.")
+    ] = 1800.0,
+    grace: Annotated[float, typer.Option(help="Seconds that skip waits for stragglers.")] = 30.0,
+    seed: Annotated[int, typer.Option(help="Seed of the model's first state and of the order of data.")] = 0,
+    run_id: Annotated[str | None, typer.Option(help="Name of the run; the same name resumes it.")] = None,
+    trainer_module: Annotated[str, typer.Option(help="Module of the trainer.")] = "diloco.training",
+    trainer_fn: Annotated[str, typer.Option(help="Function of the trainer.")] = "diloco_train",
+    trainer_kwargs_json: Annotated[str, typer.Option(help="More arguments of the trainer, a JSON object.")] = "{}",
+    endpoint_url: Annotated[str | None, typer.Option(help="Endpoint of an S3 that is not Amazon's.")] = None,
+    baseline: Annotated[
+        bool, typer.Option("--baseline", help="Also train one process by plain data parallelism.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document and nothing else on stdout.")
+    ] = False,
+) -> None:
+    """Train one model by N replicas."""
+    if not local:
+        raise ConfigurationError("only runs on this machine exist today: add --local")
+    from diloco.spec import RunSettings, new_run_id
+
+    settings = RunSettings.checked(
+        replicas=replicas,
+        steps=steps,
+        sync_every=sync_every,
+        fragments=fragments,
+        sync_delay=sync_delay,
+        seed=seed,
+        run_id=new_run_id() if run_id is None else run_id,
+        rendezvous=_parent(rendezvous),
+        output=output,
+        trainer_module=trainer_module,
+        trainer_fn=trainer_fn,
+        trainer_kwargs=_trainer_kwargs(trainer_module, trainer_kwargs_json, model=model, data=data),
+        exchange={
+            "policy": policy.value,
+            "min_replicas": min_replicas,
+            "codec": codec.value,
+            "timeout": timeout,
+            "grace": grace,
+        },
+    )
+    if baseline and not settings.default_trainer:
+        raise ConfigurationError("--baseline knows only the default trainer: leave out --baseline or --trainer-module")
+    launch = _LocalLaunch(
+        settings, embedded=rendezvous is None, endpoint_url=endpoint_url, baseline=baseline, as_json=as_json
+    )
+    raise typer.Exit(launch.run())
+
+
+def _parent(rendezvous: str | None) -> str:
+    """The parent of the run as replicas in other folders and processes can use it."""
+    from diloco.embedded import BUCKET
+
+    if rendezvous is None:
+        return f"s3://{BUCKET}"
+    if rendezvous.startswith("memory:"):
+        raise ConfigurationError(
+            f"--rendezvous {rendezvous}: replicas are processes and can't share memory; use s3://bucket/prefix or file:///folder"
+        )
+    if "://" not in rendezvous:
+        raise ConfigurationError(
+            f"--rendezvous {rendezvous} has no scheme: use s3://bucket/prefix or {Path(rendezvous).absolute().as_uri()}"
+        )
+    return rendezvous
+
+
+def _trainer_kwargs(module: str, text: str, **options: str | None) -> dict[str, Any]:
+    """Merge `--trainer-kwargs-json` with the options that belong to the default trainer."""
+    from diloco.spec import DEFAULT_TRAINER
+
+    try:
+        parsed = json.loads(text)
+    except ValueError as problem:
+        raise ConfigurationError(f"--trainer-kwargs-json is not JSON ({problem}): write '{{\"name\": 1}}'") from None
+    if not isinstance(parsed, dict):
+        raise ConfigurationError("--trainer-kwargs-json must be a JSON object: write '{\"name\": 1}'")
+    kwargs: dict[str, Any] = parsed
+    for name, value in options.items():
+        if value is None:
+            continue
+        if module != DEFAULT_TRAINER[0]:
+            raise ConfigurationError(f"--{name} belongs to the default trainer: put {name} into --trainer-kwargs-json")
+        if name in kwargs:
+            raise ConfigurationError(f"{name} is given twice: by --{name} and in --trainer-kwargs-json; leave one out")
+        kwargs[name] = value
+    if module == DEFAULT_TRAINER[0]:
+        kwargs = {"model": "tiny", "data": "stdlib"} | kwargs
+    return kwargs
+
+
+class Interrupted(BaseException):
+    """A signal asked the command to stop."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+class _Signals:
+    """Turns the first SIGINT, SIGTERM or SIGHUP into :class:`Interrupted`, or cancels the coroutine that runs.
+
+    Later ones are ignored: what follows the first is a bounded clean-up, and nobody gains by leaving it half done.
+    """
+
+    _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self._before: dict[int, Any] = {}
+        self._task: asyncio.Task[Any] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.number: int | None = None
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._handle) for number in self._NUMBERS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine to its end; Interrupted if a signal cancelled it."""
+        try:
+            return asyncio.run(self._tracked(work))
+        except asyncio.CancelledError:
+            if self.number is None:
+                raise
+            raise Interrupted(self.number) from None
+
+    async def _tracked(self, work: Coroutine[Any, Any, Any]) -> Any:
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        try:
+            return await work
+        finally:
+            self._task = None
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self.number is not None:
+            return
+        self.number = number
+        if self._task is not None and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._task.cancel)
+        else:
+            raise Interrupted(number)
+
+
+class _LocalLaunch:
+    """One `run --local`: everything that lives around the replicas, in the order in which it must be undone."""
+
+    def __init__(
+        self, settings: RunSettings, *, embedded: bool, endpoint_url: str | None, baseline: bool, as_json: bool
+    ) -> None:
+        from diloco.local_run import RunFolder
+
+        self._settings = settings
+        self._embedded = embedded
+        self._endpoint_url = endpoint_url
+        self._baseline = baseline
+        self._as_json = as_json
+        self._console = Console(stderr=as_json, highlight=False)
+        self._folder: RunFolder = RunFolder.of(settings.run_id)
+        self._started = time.monotonic()
+
+    def run(self) -> int:
+        """Run it and return the exit code."""
+        from diloco.local_run import check_packages
+        from diloco.run import preflight
+
+        preflight(self._settings)
+        check_packages()
+        with _Signals() as signals:
+            try:
+                with ExitStack() as stack:
+                    report = self._run_in(stack, signals)
+            except Interrupted as stopped:
+                return self._interrupted(stopped)
+        self._print(report)
+        return 0 if report.succeeded else FAILED
+
+    def _run_in(self, stack: ExitStack, signals: _Signals) -> RunReport:
+        from diloco.embedded import EmbeddedS3, environment
+
+        lock = stack.enter_context(self._folder.lock())
+        if self._embedded:
+            s3 = EmbeddedS3(self._folder.s3, log=self._folder.logs / "s3.log", hold=[lock])
+            stack.callback(s3.stop)
+            s3.start()
+            stack.enter_context(environment(s3.env))
+        elif self._endpoint_url is not None:
+            stack.enter_context(environment({"AWS_ENDPOINT_URL_S3": self._endpoint_url}))
+        report: RunReport = signals.run(self._train(lock))
+        return report
+
+    async def _train(self, lock: int) -> RunReport:
+        from diloco.executors.local import LocalProcessExecutor
+        from diloco.local_run import copy_model, train_baseline
+        from diloco.run import run_replicas
+        from diloco.status import make_view
+
+        executor = LocalProcessExecutor(log_dir=self._folder.logs, hold=[lock])
+        self._say(f"run {self._settings.run_id}: {self._settings.uri}, logs in {_shown(self._folder.logs)}")
+        with make_view(self._console) as view:
+            report = await run_replicas(executor, self._settings, on_status=view.show)
+        if self._embedded and report.model_uri is not None:
+            await copy_model(report.model_uri, self._folder.model)
+        if self._baseline and report.succeeded:
+            self._say("training the baseline: one process, gradients averaged at every step")
+            try:
+                loss: float | None = await train_baseline(self._settings, self._folder, hold=lock)
+                changes: dict[str, Any] = {"baseline_eval_loss": loss}
+            except DilocoError as problem:
+                changes = {"baseline_eval_loss": None, "error": str(problem)}
+            report = report.model_copy(update=changes)
+        return report.model_copy(update={"wall_seconds": round(time.monotonic() - self._started, 3)})
+
+    def _interrupted(self, stopped: Interrupted) -> int:
+        from diloco.report import RunReport
+
+        name = signal.Signals(stopped.number).name
+        self._say(f"stopped by {name}; all replicas are gone. To resume:\n  {resume_command(self._settings.run_id)}")
+        if self._as_json:
+            report = RunReport(
+                run_id=self._settings.run_id,
+                status="failed",
+                rendezvous_uri=self._settings.uri,
+                rounds_expected=self._settings.rounds,
+                wall_seconds=round(time.monotonic() - self._started, 3),
+                error=f"stopped by {name}",
+            )
+            self._print_document(report)
+        return 128 + stopped.number
+
+    def _print(self, report: RunReport) -> None:
+        from diloco.report import summary
+
+        self._console.print(summary(report))
+        if self._embedded and report.model_uri is not None:
+            self._say(f"model: {_shown(self._folder.model)}")
+        if not report.succeeded:
+            self._say(f"logs: {_shown(self._folder.logs)}. To resume:\n  {resume_command(self._settings.run_id)}")
+        if self._as_json:
+            self._print_document(report)
+
+    def _print_document(self, report: RunReport) -> None:
+        sys.stdout.write(json.dumps(report.document(), indent=1) + "\n")
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=True)
+
+
+def resume_command(run_id: str, argv: Sequence[str] | None = None) -> str:
+    """Return the command that resumes the present one, as it can be pasted into a shell."""
+    words = list(sys.argv if argv is None else argv)
+    program = ["python", words[0]] if words[0].endswith(".py") else [Path(words[0]).name]
+    rest = words[1:]
+    if not any(word == "--run-id" or word.startswith("--run-id=") for word in rest):
+        rest += ["--run-id", run_id]
+    return shlex.join([*program, *rest])
+
+
+def _shown(path: Path) -> str:
+    """A path as the user would type it."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    try:
+        code = app(args=None if arguments is None else list(arguments), standalone_mode=False)
+    except typer.TyperException as problem:
+        return _fail(f"{problem.format_message()} (see --help)", USAGE)
+    except DilocoError as problem:
+        return _fail(str(problem), USAGE if isinstance(problem, ConfigurationError | StoreError) else FAILED)
+    except (KeyboardInterrupt, typer.Abort):
+        return 128 + signal.SIGINT
+    return int(code or 0)
+
+
+def _fail(message: str, code: int) -> int:
+    sys.stderr.write(f"{ERROR_PREFIX}{' '.join(message.split())}\n")
+    return code
