@@ -199,7 +199,7 @@ def summary(report: RunReport) -> RenderableType:
     facts.add_column(overflow="fold")
     for name, value in _facts(report):
         facts.add_row(name, value)
-    return Group(facts, _replica_table(report), "") if report.replicas else Group(facts)
+    return Group(facts, "", _replica_table(report), "") if report.replicas else Group(facts)
 
 
 def _facts(report: RunReport) -> list[tuple[str, Text]]:
@@ -251,8 +251,8 @@ def _traffic(report: RunReport) -> str | None:
 
 
 def _replica_table(report: RunReport) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
-    names = ("rank", "status", "steps", "tokens/s", "loss", "training", "waiting", "up", "down", "requests")
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0, header_style="dim")  # fits into 80 columns
+    names = ("rank", "status", "steps", "tok/s", "loss", "train s", "wait s", "up", "down", "requests")
     for name in names:
         table.add_column(name, justify="left" if name == "status" else "right", no_wrap=True)
     for line in report.replicas:
@@ -262,8 +262,8 @@ def _replica_table(report: RunReport) -> Table:
             str(line.steps),
             _or_dash(line.tokens_per_second, count),
             _or_dash(line.final_train_loss, "{:.3f}".format),
-            _or_dash(line.seconds_training, "{:.1f} s".format),
-            _or_dash(line.seconds_waiting, "{:.1f} s".format),
+            _or_dash(line.seconds_training, "{:.1f}".format),
+            _or_dash(line.seconds_waiting, "{:.1f}".format),
             _or_dash(line.bytes_up, size),
             _or_dash(line.bytes_down, size),
             _or_dash(line.requests, str),

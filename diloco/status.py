@@ -195,10 +195,9 @@ def status_table(status: RunStatus) -> RenderableType:
     """Return the table of ranks under a line about the run."""
     head = Text.assemble(
         (status.run_id, "bold"),
-        f"  round {status.round}/{status.rounds}  {duration(status.seconds)}",
-        "" if status.tokens_per_second is None else f"  {count(status.tokens_per_second)} tokens/s",
+        f"  round {status.round} of {status.rounds}, step {status.step} of {status.steps}, {duration(status.seconds)}",
     )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for name in ("rank", "phase", "step", "round", "loss", "tokens/s"):
         table.add_column(name, justify="left" if name == "phase" else "right", no_wrap=True)
     table.add_column("waiting for", overflow="ellipsis", no_wrap=True, ratio=1)
@@ -207,8 +206,8 @@ def status_table(status: RunStatus) -> RenderableType:
         table.add_row(
             str(replica.rank),
             Text(replica.phase, _STYLES.get(replica.phase, "")),
-            f"{beat.step if beat else 0}/{status.steps}",
-            f"{beat.round if beat else 0}/{status.rounds}",
+            str(beat.step) if beat else "-",
+            str(beat.round) if beat else "-",
             f"{beat.loss:.3f}" if beat and beat.loss is not None else "-",
             count(beat.tokens_per_second) if beat and beat.tokens_per_second is not None else "-",
             ", ".join(beat.waiting_for) if beat and _waits(status, beat) else "",
@@ -252,8 +251,8 @@ def size(value: float) -> str:
 
 def duration(seconds: float) -> str:
     """Write seconds for people: 12 s, 3:05, 1:02:03."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
+    if minutes == 0:
+        return f"{rest} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

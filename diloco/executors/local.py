@@ -44,7 +44,7 @@ class LocalProcessExecutor:
 
     `env` is laid over the launcher's environment (None removes a variable). Logs go to `log_dir/rank-00003.log`, where
     later launches append. `hold` are descriptors, a lock file's say, that stay open until the last replica is gone.
-    `command` is what the arguments of the entrypoint are appended to.
+    `command` replaces the entrypoint's (tests).
     """
 
     backend_name = "local"
@@ -57,13 +57,13 @@ class LocalProcessExecutor:
         env: Mapping[str, str | None] | None = None,
         hold: Sequence[int] = (),
         grace: float = guard.DEFAULT_GRACE,
-        command: Sequence[str] = ENTRYPOINT,
+        command: Sequence[str] | None = None,
     ) -> None:
         self._log_dir = log_dir
         self._env = dict(env or {})
         self._hold = tuple(hold)
         self._grace = grace
-        self._command = tuple(command)
+        self._command = tuple(ENTRYPOINT if command is None else command)
         self._processes: dict[str, _Process] = {}
 
     def launch_replicas(self, specs: Sequence[ReplicaSpec]) -> list[ReplicaHandle]:
