@@ -42,7 +42,8 @@ class Background:
 
     def result(self, future: concurrent.futures.Future[T]) -> T:
         """Wait for a submitted coroutine; raises what it raised, or what :meth:`fail` was given."""
-        concurrent.futures.wait((future, self._fatal), return_when=concurrent.futures.FIRST_COMPLETED)
+        first: set[concurrent.futures.Future[Any]] = {future, self._fatal}
+        concurrent.futures.wait(first, return_when=concurrent.futures.FIRST_COMPLETED)
         if self._fatal.done():
             self._fatal.result()
         return future.result()

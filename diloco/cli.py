@@ -291,7 +291,7 @@ class _LocalLaunch:
         from diloco.status import make_view
 
         executor = LocalProcessExecutor(log_dir=self._folder.logs, hold=[lock])
-        self._say(f"run {self._settings.run_id}: {self._settings.uri}, logs in {_shown(self._folder.logs)}")
+        self._say(f"run {self._settings.run_id}: {self._settings.uri}")
         with make_view(self._console) as view:
             report = await run_replicas(executor, self._settings, on_status=view.show)
         if self._embedded and report.model_uri is not None:

@@ -52,8 +52,9 @@ class FragmentedModel:
         for name, buffer in self.buffers.items():
             if _digest(buffer) != self.constants[name]:
                 raise ConfigurationError(
-                    f"buffer {name} changes during training (running statistics?): DiLoCo averages parameters only, so replicas "
-                    "would keep different ones; use LayerNorm or GroupNorm, put the module in eval(), or register it with persistent=False"
+                    f"buffer {name} changes during training (running statistics?): DiLoCo averages parameters only, so "
+                    "replicas would keep different ones; use LayerNorm or GroupNorm, put the module in eval(), or "
+                    "register the buffer with persistent=False"
                 )
 
     @property
@@ -83,8 +84,8 @@ def fragment_model(modules: Sequence[nn.Module], inner_optimizer: torch.optim.Op
             if id(parameter) in owners and owners[id(parameter)][0] != index:
                 other, theirs = owners[id(parameter)]
                 raise ConfigurationError(
-                    f"parameter {name} of fragment {index} is tied to {theirs} of fragment {other} and would be stepped twice: "
-                    "put tied modules into one fragment, or use one fragment"
+                    f"parameter {name} of fragment {index} is tied to {theirs} of fragment {other} and would be "
+                    "stepped twice: put tied modules into one fragment, or use one fragment"
                 )
             owners[id(parameter)] = (index, name)
             if parameter.requires_grad:
@@ -103,8 +104,8 @@ def fragment_model(modules: Sequence[nn.Module], inner_optimizer: torch.optim.Op
         for parameter in group["params"]:
             if parameter.requires_grad and id(parameter) not in owners:
                 raise ConfigurationError(
-                    f"the inner optimizer trains a parameter of shape {list(parameter.shape)} that is in no fragment: it would differ "
-                    "from replica to replica; add its module to model_fragments"
+                    f"the inner optimizer trains a parameter of shape {list(parameter.shape)} that is in no fragment: "
+                    "it would differ from replica to replica; add its module to model_fragments"
                 )
     return FragmentedModel(fragments, constants, buffers)
 
@@ -116,8 +117,8 @@ def _check_parameter(index: int, name: str, parameter: nn.Parameter) -> None:
         )
     if parameter.dtype != torch.float32:
         raise ConfigurationError(
-            f"parameter {name} of fragment {index} is {str(parameter.dtype).removeprefix('torch.')}: outer steps are too small for it and "
-            "would be lost; keep the parameters in float32 and compute in bf16 with torch.autocast"
+            f"parameter {name} of fragment {index} is {str(parameter.dtype).removeprefix('torch.')}: small outer steps "
+            "would be lost in it; keep the parameters in float32 and compute in bf16 with torch.autocast"
         )
 
 

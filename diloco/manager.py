@@ -17,29 +17,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Work
 
-from diloco.background import Background
-from diloco.errors import ConfigurationError, DilocoError, FencedError, StoreError
-from diloco.exchange import checkpoint, ending, layout, membership, rounds
+from diloco.errors import ConfigurationError, DilocoError
+from diloco.exchange import checkpoint, ending, membership, rounds
 from diloco.exchange.allreduce import Fragment, ObjectStoreAllReduce, Outcome
-from diloco.exchange.clock import SystemClock
-from diloco.exchange.context import Context
-from diloco.exchange.records import ErrorReport, Evaluation
 from diloco.exchange.settings import ExchangeSettings
 from diloco.exchange.state import whole_digest
-from diloco.exchange.store import check_store, create_once, open_store
-from diloco.progress import Progress
+from diloco.exchange.store import open_store
+from diloco.presence import Presence
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Future
     from datetime import timedelta
     from typing import TypeVar
 
+    import torch
+
     from diloco.exchange.clock import Clock
-    from diloco.exchange.layout import Member
     from diloco.exchange.records import RunRecord, RunResult
     from diloco.exchange.state import FragmentState, OuterStep
     from diloco.exchange.store import Store
@@ -49,7 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class RoundWork(dist._Work):
+class RoundWork(Work):
     """The pending average of one tensor. All tensors of a round share one exchange."""
 
     def __init__(self, settle: Callable[[], object], done: Callable[[], bool]) -> None:
@@ -125,23 +121,17 @@ class ObjectStoreManager:
         clock: Clock | None = None,
         launcher: str | None = None,
     ) -> None:
-        self.settings = settings or ExchangeSettings()
-        if rank < 0 or world_size < 1:
-            raise ConfigurationError(f"rank {rank} of {world_size}: ranks count from 0, the world size from 1")
-        if rank >= world_size and self.settings.policy == "strict":
-            raise ConfigurationError(
-                f"rank {rank} of {world_size}: only a run with policy skip takes more ranks than its world size"
-            )
-        self.rank = rank
-        self.world_size = world_size
-        self.progress = Progress()
-        self.store = store or open_store(rendezvous_uri)
-        self._clock = clock or SystemClock()
-        self._launcher = launcher
-        self._background = Background(f"diloco-exchange-{rank}")
-        self._member: Member | None = None
+        self.presence = Presence(
+            rendezvous_uri,
+            rank=rank,
+            world_size=world_size,
+            settings=settings or ExchangeSettings(),
+            store=store,
+            clock=clock,
+            launcher=launcher,
+        )
+        self.progress = self.presence.progress
         self._model: Attached | None = None
-        self._context: Context | None = None
         self._allreduce: ObjectStoreAllReduce | None = None
         self._round_number = 0
         self._local_step = 0
@@ -151,46 +141,21 @@ class ObjectStoreManager:
         self._tokens: list[int] = []
         self._steps: list[int] = []
         self._digests: list[Future[str]] = []
-        self._pending: list[Future[Any]] = []
 
     # ---- joining
 
-    @property
-    def member(self) -> Member:
-        """This replica's rank and attempt. RuntimeError before :meth:`start`."""
-        if self._member is None:
-            raise RuntimeError("the manager was not started")
-        return self._member
-
-    @property
-    def run(self) -> RunRecord:
-        """What the run agreed on. RuntimeError before a model is attached."""
-        return self._attached().run
-
     def start(self) -> None:
-        """Check the store, claim the next attempt of this rank, begin to beat.
-
-        Raises BucketMissingError, AccessDeniedError, StoreUnreachableError or ConditionalWriteError when the store
-        can't be used.
-        """
-
-        async def join() -> Member:
-            await check_store(self.store)
-            return await membership.claim(self.store, self.rank, launcher=self._launcher)
-
-        self._member = self._background.call(join())
-        self._background.submit(self._beat_for_ever())
+        """Join the run's members; see :meth:`diloco.presence.Presence.start`."""
+        self.presence.start()
 
     def attach(self, model: Attached) -> None:
-        """Agree on run.json, take over the run's state (checkpoint and committed rounds), and get ready for the first
-        inner step.
+        """Agree on run.json, take over the run's state (checkpoint and committed rounds), and get ready to train.
 
         Raises RunMismatchError when the run was made with other settings or another model.
         """
-        if self._member is None:
-            self.start()
+        self.presence.start()
         self._model = model
-        self._wait(self._take_over(model))
+        self.presence.call(self._take_over(model))
         model.load_globals()
         self._tokens = [0] * len(model.states)
         self._steps = [0] * len(model.states)
@@ -198,32 +163,14 @@ class ObjectStoreManager:
         self.progress.start_training()
 
     async def _take_over(self, model: Attached) -> None:
-        model.run = await membership.agree_on_run(self.store, model.run)
-        self._context = Context(self.store, self._clock, self.member, self.settings, model.run)
-        self._allreduce = ObjectStoreAllReduce(self._context)
-        manifest = await checkpoint.agree_on_initial(self._context, model.states)
-        manifest = await checkpoint.newest_checkpoint(self._context) or manifest
-        await checkpoint.load_checkpoint(self._context, manifest, model.states)
-        self._round_number = await checkpoint.replay(self._context, model.states, manifest.round, model.step)
+        model.run = await membership.agree_on_run(self.presence.store, model.run)
+        context = self.presence.enter(model.run)
+        self._allreduce = ObjectStoreAllReduce(context)
+        initial = await checkpoint.agree_on_initial(context, model.states)
+        manifest = await checkpoint.newest_checkpoint(context) or initial
+        await checkpoint.load_checkpoint(context, manifest, model.states)
+        self._round_number = await checkpoint.replay(context, model.states, manifest.round, model.step)
         self._digests = [self._hash(state) for state in model.states]
-
-    async def _beat_for_ever(self) -> None:
-        while True:
-            try:
-                await self._beat()
-                await membership.check_fence(self.store, self.member)
-            except FencedError as problem:
-                self._background.fail(problem)
-                return
-            except StoreError as problem:
-                # A beat may be lost: if the store stays away, the round itself says so.
-                logger.warning("%s: a beat was not written: %s", self.member, problem)
-            await self._clock.sleep(self.settings.beat_every)
-
-    async def _beat(self) -> None:
-        waiting_for = list(self._context.waiting_for) if self._context is not None else []
-        beat = self.progress.beat(self.member, waiting_for)
-        await self.store.write(layout.beat(self.member), beat.to_json())
 
     # ---- what torchft's DiLoCo calls
 
@@ -236,7 +183,7 @@ class ObjectStoreManager:
         model = self._attached()
         if self._local_step + 1 == model.prepare_step and self._round_number < model.run.rounds:
             # Asked while the inner step runs, so that start_quorum finds the answer.
-            self._head = self._background.submit(self._is_committed(self._round_number))
+            self._head = self.presence.background.submit(self._is_committed(self._round_number))
 
     def allow_state_dict_read(self) -> None:
         """After each inner step."""
@@ -255,8 +202,8 @@ class ObjectStoreManager:
         model.check_buffers()
         head, self._head = self._head, None
         abstain = None
-        if self._wait(head or self._is_committed(self._round_number)):
-            self._wait(self._catch_up())
+        if self.presence.wait(head or self.presence.background.submit(self._is_committed(self._round_number))):
+            self.presence.call(self._catch_up())
             model.load_globals()
             self._note_step()
             abstain = rounds.CAUGHT_UP
@@ -264,12 +211,14 @@ class ObjectStoreManager:
             self._round = _Round(self._round_number, self._round_number % model.run.fragments, abstain)
 
     async def _is_committed(self, round_: int) -> bool:
-        return await checkpoint.read_commit(self.store, round_) is not None
+        return await checkpoint.read_commit(self.presence.store, round_) is not None
 
     async def _catch_up(self) -> None:
         model = self._attached()
         await asyncio.gather(*(asyncio.wrap_future(digest) for digest in self._digests))
-        self._round_number = await checkpoint.replay(self._ready(), model.states, self._round_number, model.step)
+        self._round_number = await checkpoint.replay(
+            self._exchanger().context, model.states, self._round_number, model.step
+        )
         self._digests = [self._hash(state) for state in model.states]
         self._tokens = [0] * len(model.states)
         self._steps = [0] * len(model.states)
@@ -287,16 +236,16 @@ class ObjectStoreManager:
             return RoundWork(lambda: None, lambda: True)
         round_.tensors.append(tensor)
         if len(round_.tensors) == len(self._attached().call_order[round_.fragment]):
-            round_.future = self._background.submit(self._exchange(round_))
+            round_.future = self.presence.background.submit(self._exchange(round_))
         return RoundWork(lambda: self._settled(round_), lambda: round_.future is not None and round_.future.done())
 
     def _settled(self, round_: _Round) -> Outcome:
         if round_.future is None:
             raise RuntimeError(f"round {round_.number}: torchft waits for a payload of which tensors are missing")
-        return self._wait(round_.future)
+        return self.presence.wait(round_.future)
 
     async def _exchange(self, round_: _Round) -> Outcome:
-        allreduce = self._allreduce or ObjectStoreAllReduce(self._ready())
+        allreduce = self._exchanger()
         state = self._attached().states[round_.fragment]
         base = await asyncio.wrap_future(self._digests[round_.fragment])
         self.progress.digest, self.progress.digest_round = base, state.last_round
@@ -372,12 +321,8 @@ class ObjectStoreManager:
             self._tokens[fragment] += tokens
 
     def report_evaluation(self, loss: float) -> None:
-        """Note the held-out loss (nats a token) of the global parameters at this round's beginning; the first report
-        of a round stays.
-        """
-        round_ = self._round_number
-        record = Evaluation(round=round_, loss=loss, rank=self.rank, attempt=self.member.attempt)
-        self._pending.append(self._background.submit(create_once(self.store, layout.evaluation(round_), record)))
+        """Note the held-out loss (nats a token) of the global parameters at this round's beginning."""
+        self.presence.report_evaluation(self._round_number, loss)
 
     def finish(self, save: Callable[[Path], None] | None) -> RunResult:
         """Set every parameter to its global value, vote, and wait for the result; write the model if it falls to this
@@ -390,61 +335,30 @@ class ObjectStoreManager:
         self.after_apply()
         if self._round_number < model.run.rounds:
             raise DilocoError(
-                f"{self.member}: finish() at inner step {self.inner_step}, in round {self._round_number} of {model.run.rounds}: "
-                "train through all of outer.steps() first"
+                f"{self.presence.member}: finish() at inner step {self.inner_step}, in round {self._round_number} of "
+                f"{model.run.rounds}: train through all of outer.steps() first"
             )
         model.load_globals()
         self.progress.end_training()
-        digests = [self._background.result(digest) for digest in self._digests]
+        digests = [self.presence.wait(digest) for digest in self._digests]
         digest = whole_digest(digests)
         self.progress.digest, self.progress.digest_round = digest, model.run.rounds
-        context = self._ready()
-        self._wait(ending.vote(context, digest))
-        found = self._wait(ending.await_result(context, digest))
+        context = self._exchanger().context
+        self.presence.call(ending.vote(context, digest))
+        found = self.presence.call(ending.await_result(context, digest))
         if not isinstance(found, list):
             return found
         with tempfile.TemporaryDirectory(prefix="diloco-model-") as folder:
+            model_folder = Path(folder) if save is not None else None
             if save is not None:
                 save(Path(folder))
-            output = open_store(self.settings.output_uri) if self.settings.output_uri is not None else None
-            return self._wait(
-                ending.write_result(context, digest, found, Path(folder) if save is not None else None, output)
-            )
+            uri = self.presence.settings.output_uri
+            output = open_store(uri) if uri is not None else None
+            return self.presence.call(ending.write_result(context, digest, found, model_folder, output))
 
     def close(self, *, trainer: dict[str, Any] | None = None, problem: BaseException | None = None) -> None:
-        """End: write the report (or why this process gave up) and the last beat, as far as the store lets it; stop
-        the thread.
-        """
-        if self._member is not None:
-            self._background.submit(self._last_words(trainer or {}, problem)).result()
-        self._background.stop()
-
-    async def _last_words(self, trainer: dict[str, Any], problem: BaseException | None) -> None:
-        member, progress = self.member, self.progress
-        progress.phase = "finished" if problem is None else "failed"
-        try:
-            if problem is None:
-                await asyncio.gather(*(asyncio.wrap_future(future) for future in self._pending))
-                await self.store.write(
-                    layout.result(member), progress.report(member, self.store.stats, trainer).to_json()
-                )
-            else:
-                code = problem.exit_code if isinstance(problem, DilocoError) else 1
-                report = ErrorReport(
-                    rank=member.rank,
-                    attempt=member.attempt,
-                    exit_code=code,
-                    error=f"{type(problem).__name__}: {problem}",
-                    step=progress.step,
-                    round=progress.round,
-                )
-                await self.store.write(layout.error(member), report.to_json())
-            await self._beat()
-            await self.store.close()
-        except StoreError as lost:
-            if problem is None:
-                raise
-            logger.warning("%s: its error could not be written to the store: %s", member, lost)
+        """End: write what there is to report; see :meth:`diloco.presence.Presence.close`."""
+        self.presence.close(trainer=trainer or {}, problem=problem)
 
     # ---- plumbing
 
@@ -453,21 +367,13 @@ class ObjectStoreManager:
             raise RuntimeError("no model is attached: call make_diloco_outer_loop first")
         return self._model
 
-    def _ready(self) -> Context:
-        if self._context is None:
+    def _exchanger(self) -> ObjectStoreAllReduce:
+        if self._allreduce is None:
             raise RuntimeError("no model is attached: call make_diloco_outer_loop first")
-        return self._context
+        return self._allreduce
 
     def _note_step(self) -> None:
         self.progress.step, self.progress.round = self.inner_step, self._round_number
 
     def _hash(self, state: FragmentState) -> Future[str]:
-        return self._background.submit(asyncio.to_thread(state.digest))
-
-    def _wait(self, work: Future[T] | Coroutine[Any, Any, T]) -> T:
-        future = self._background.submit(work) if asyncio.iscoroutine(work) else work
-        self.progress.begin_wait()
-        try:
-            return self._background.result(future)  # type: ignore[arg-type]  # a coroutine or a future, told apart above
-        finally:
-            self.progress.end_wait()
+        return self.presence.background.submit(asyncio.to_thread(state.digest))

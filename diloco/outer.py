@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from diloco.exchange.records import RunResult
-    from diloco.fragments import FragmentedModel
+    from diloco.fragments import FragmentedModel, TrainedFragment
     from diloco.manager import ObjectStoreManager
 
 logger = logging.getLogger(__name__)
@@ -177,7 +178,8 @@ def make_diloco_outer_loop(
 
     Raises ConfigurationError for settings that can't work, and RunMismatchError when the run was made with others.
     """
-    _check_schedule(steps, sync_every, len(model_fragments), fragment_sync_delay)
+    schedule = Schedule(steps, sync_every, len(model_fragments), fragment_sync_delay)
+    schedule.check()
     alpha = fragment_update_alpha
     if alpha is None:
         alpha = STREAMING_ALPHA if fragment_sync_delay else 0.0
@@ -202,62 +204,98 @@ def make_diloco_outer_loop(
         fragment_sync_delay=fragment_sync_delay,
         fragment_update_alpha=alpha,
     )
+    states = [
+        _live_state(index, fragment, diloco, optimizer)
+        for index, (fragment, optimizer) in enumerate(zip(model.fragments, optimizers, strict=True))
+    ]
     manager.attach(
-        _attachment(manager, model, diloco, optimizers, inner_optimizer, step, steps, sync_every, fragment_sync_delay)
+        Attached(
+            run=_run_record(manager, schedule, step, model, states),
+            states=states,
+            call_order=[[name for name, _ in fragment.named_parameters()] for fragment in model.fragments],
+            step=step,
+            prepare_step=schedule.prepare_step,
+            load_globals=lambda: _load_globals(model, states),
+            reset_inner=inner_optimizer.state.clear,
+            check_buffers=model.check_buffers,
+        )
     )
     return OuterLoop(manager, diloco, inner_optimizer, steps, save)
 
 
-def _check_schedule(steps: int, sync_every: int, fragments: int, delay: int) -> None:
-    if os.environ.get(USE_BUCKETIZATION_ENV) == "True":
-        raise ConfigurationError(
-            f"{USE_BUCKETIZATION_ENV} is set: torchft 0.2.0 loses tensors with it; unset it (the exchange coalesces by itself)"
-        )
-    if fragments < 1:
-        raise ConfigurationError("model_fragments is empty: give at least one module")
-    if sync_every < 1 or steps < sync_every or steps % sync_every:
-        raise ConfigurationError(f"steps is {steps}: it must be a multiple of sync_every ({sync_every})")
-    if sync_every % fragments:
-        raise ConfigurationError(f"sync_every is {sync_every}: it must be a multiple of the {fragments} fragments")
-    if not 0 <= delay < sync_every // fragments:
-        raise ConfigurationError(
-            f"fragment_sync_delay is {delay}: it must be from 0 to {sync_every // fragments - 1}, below sync_every / fragments, since "
-            "one fragment is in flight at a time"
-        )
+@dataclass(frozen=True)
+class Schedule:
+    """When what is synced: inner steps of the run, of a sync of all fragments (H), and of the delay."""
+
+    steps: int
+    sync_every: int
+    fragments: int
+    delay: int
+
+    @property
+    def interval(self) -> int:
+        """Inner steps of a round, which syncs one fragment."""
+        return self.sync_every // self.fragments
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of the run (R)."""
+        return self.steps // self.interval
+
+    @property
+    def prepare_step(self) -> int:
+        """The inner step of a round, from 1, after which the pseudo-gradient is taken."""
+        return self.interval - self.delay
+
+    def check(self) -> None:
+        """Raise ConfigurationError for what torchft would refuse or lose tensors by."""
+        if os.environ.get(USE_BUCKETIZATION_ENV) == "True":
+            raise ConfigurationError(
+                f"{USE_BUCKETIZATION_ENV} is set: torchft 0.2.0 loses tensors with it; unset it (the exchange coalesces "
+                "by itself)"
+            )
+        if self.fragments < 1:
+            raise ConfigurationError("model_fragments is empty: give at least one module")
+        if self.sync_every < 1 or self.steps < self.sync_every or self.steps % self.sync_every:
+            raise ConfigurationError(f"steps is {self.steps}: it must be a multiple of sync_every ({self.sync_every})")
+        if self.sync_every % self.fragments:
+            raise ConfigurationError(
+                f"sync_every is {self.sync_every}: it must be a multiple of the {self.fragments} fragments"
+            )
+        if not 0 <= self.delay < self.interval:
+            raise ConfigurationError(
+                f"fragment_sync_delay is {self.delay}: it must be from 0 to {self.interval - 1}, below sync_every / "
+                "fragments, since one fragment is in flight at a time"
+            )
 
 
-def _attachment(
+def _live_state(index: int, fragment: TrainedFragment, diloco: Any, optimizer: OuterSGD) -> FragmentState:
+    """torchft's backups and the outer optimizer's momenta themselves, as the exchange sees them."""
+    momenta = {name: optimizer.state[p]["momentum_buffer"] for name, p in fragment.named_parameters()}
+    return FragmentState(index, diloco._fragments[index].original_parameters, momenta)
+
+
+@torch.no_grad()
+def _load_globals(model: FragmentedModel, states: list[FragmentState]) -> None:
+    for fragment, state in zip(model.fragments, states, strict=True):
+        for name, parameter in fragment.named_parameters():
+            parameter.data.copy_(state.parameters[name])
+
+
+def _run_record(
     manager: ObjectStoreManager,
-    model: FragmentedModel,
-    diloco: Any,
-    optimizers: list[OuterSGD],
-    inner_optimizer: torch.optim.Optimizer,
+    schedule: Schedule,
     step: OuterStep,
-    steps: int,
-    sync_every: int,
-    delay: int,
-) -> Attached:
-    states, pairs = [], []
-    for index, (fragment, optimizer) in enumerate(zip(model.fragments, optimizers, strict=True)):
-        backups = diloco._fragments[index].original_parameters
-        named = dict(fragment.named_parameters())
-        momenta = {name: optimizer.state[parameter]["momentum_buffer"] for name, parameter in named.items()}
-        states.append(FragmentState(index, backups, momenta))
-        pairs += [(parameter, backups[name]) for name, parameter in named.items()]
-
-    @torch.no_grad()
-    def load_globals() -> None:
-        for parameter, backup in pairs:
-            parameter.data.copy_(backup)
-
-    fragments = len(model.fragments)
-    settings, world_size = manager.settings, manager.world_size
-    run = RunRecord(
-        run_id=manager.store.uri.rsplit("/", 1)[-1],
+    model: FragmentedModel,
+    states: list[FragmentState],
+) -> RunRecord:
+    settings, world_size = manager.presence.settings, manager.presence.world_size
+    return RunRecord(
+        run_id=manager.presence.store.uri.rsplit("/", 1)[-1],
         world_size=world_size,
-        rounds=steps // sync_every * fragments,
-        fragments=fragments,
-        sync_every=sync_every,
+        rounds=schedule.rounds,
+        fragments=schedule.fragments,
+        sync_every=schedule.sync_every,
         codec=settings.codec,
         policy=settings.policy,
         min_replicas=settings.majority(world_size),
@@ -267,16 +305,6 @@ def _attachment(
         chunk_bytes=chunk_bytes(max(state.numel for state in states) * 4, world_size),
         parameters=model.shapes,
         constants=model.constants,
-    )
-    return Attached(
-        run=run,
-        states=states,
-        call_order=[[name for name, _ in fragment.named_parameters()] for fragment in model.fragments],
-        step=step,
-        prepare_step=sync_every // fragments - delay,
-        load_globals=load_globals,
-        reset_inner=inner_optimizer.state.clear,
-        check_buffers=model.check_buffers,
     )
 
 

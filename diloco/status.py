@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 PLAIN_EVERY = 10.0
 """Seconds after which a plain line is printed although no round ended."""
+PLAIN_LEAST = 2.0
+"""Seconds between two plain lines, however fast the rounds are."""
 
 
 @dataclass(frozen=True)
@@ -167,8 +169,9 @@ class PlainView:
                 self._print(f"rank {replica.rank} ended with exit code {replica.exit_code}")
         now = self._clock()
         line = status_line(status)
-        due = self._shown_at is None or now - self._shown_at >= PLAIN_EVERY
-        if line != self._last and (status.round > self._round or due):
+        since = PLAIN_EVERY if self._shown_at is None else now - self._shown_at
+        due = since >= PLAIN_EVERY or (status.round > self._round and since >= PLAIN_LEAST)
+        if line != self._last and due:
             self._print(line)
             self._shown_at, self._round, self._last = now, status.round, line
 

@@ -163,7 +163,8 @@ class ObjectStoreAllReduce:
         if commit.base_digest != fragment.base_digest:
             raise DivergedError(
                 f"{self.context.member}: its parameters before round {round_} (fragment {fragment.index}, digest "
-                f"{fragment.base_digest[:12]}) are not those of the others ({commit.base_digest[:12]}); nothing was averaged with them"
+                f"{fragment.base_digest[:12]}) are not those of the others ({commit.base_digest[:12]}); it averages "
+                "nothing with them"
             )
         if not commit.participants:
             return Outcome(commit, None)

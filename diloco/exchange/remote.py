@@ -42,6 +42,20 @@ _CREDENTIALS = {
     "SignatureDoesNotMatch": "the secret access key is wrong: check AWS_SECRET_ACCESS_KEY or AWS_PROFILE",
     "RequestTimeTooSkewed": "this machine's clock is wrong: set it",
 }
+_UNREACHABLE = {  # botocore's and aiohttp's
+    "ClientConnectorError",
+    "ClientOSError",
+    "ClientPayloadError",
+    "ConnectTimeoutError",
+    "ConnectionClosedError",
+    "EndpointConnectionError",
+    "HTTPClientError",
+    "IncompleteReadError",
+    "ReadTimeoutError",
+    "ResponseStreamingError",
+    "ServerDisconnectedError",
+}
+_TRANSIENT = {"500", "503", "InternalError", "RequestTimeout", "ServiceUnavailable", "SlowDown"}
 _PERMISSIONS = {
     "read": "s3:GetObject",
     "create": "s3:PutObject",
@@ -206,9 +220,7 @@ def explain(problem: BaseException, operation: str, uri: str, key: str) -> Diloc
         problem, (TimeoutError, ConnectionError)
     ):
         return StoreUnreachableError(f"{where}: no answer on {operation}: {str(problem) or 'time-out'}")
-    if name in {"EndpointConnectionError", "ConnectTimeoutError", "ReadTimeoutError", "ConnectionClosedError", "ClientError", "HTTPClientError"} or code in {
-        "500", "503", "InternalError", "SlowDown", "ServiceUnavailable", "RequestTimeout",
-    }:  # fmt: skip
+    if name in _UNREACHABLE or code in _TRANSIENT:
         return StoreUnreachableError(
             f"{where}: no answer on {operation}: {problem}; check the endpoint and the network"
         )

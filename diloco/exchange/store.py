@@ -11,6 +11,7 @@ of a record is recognised as one's own by its nonce (:func:`create_once`). Every
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,6 +23,7 @@ from diloco.errors import (
     CorruptObjectError,
     ObjectMissingError,
     OutcomeUnknownError,
+    StoreUnreachableError,
 )
 from diloco.exchange import layout
 from diloco.exchange.records import new_nonce
@@ -37,6 +39,9 @@ BLOCK_BYTES = 8 * 2**20
 """How much of a large object is in flight in one piece."""
 
 CREATE_ATTEMPTS = 5
+
+CHECK_SECONDS = 8.0
+"""How long the first contact with a store may take."""
 
 
 class Entry(NamedTuple):
@@ -195,14 +200,25 @@ async def check_store(store: Store) -> None:
     Raises ConditionalWriteError for a store that lets both writes win, else what the operation itself raises
     (BucketMissingError, AccessDeniedError, StoreUnreachableError).
     """
-    key = f"{layout.PROBES}{new_nonce()}.json"
     try:
-        await store.create(key, b"first")
+        async with asyncio.timeout(CHECK_SECONDS):
+            await _probe(store)
+    except TimeoutError:
+        raise StoreUnreachableError(
+            f"{store.uri}: no answer within {CHECK_SECONDS:.0f} s: check the address, the endpoint "
+            "(AWS_ENDPOINT_URL) and the network"
+        ) from None
+
+
+async def _probe(store: Store) -> None:
+    key = f"{layout.PROBES}{new_nonce()}.json"
+    await store.create(key, b"first")
+    try:
         second = await store.create(key, b"second")
         if second or await store.read(key) != b"first":
             raise ConditionalWriteError(
-                f"{store.uri}: this store ignores conditional writes (If-None-Match: *), so two replicas could both commit a round; "
-                "use Amazon S3, MinIO, SeaweedFS, MiniStack, or a local folder"
+                f"{store.uri}: this store ignores conditional writes (If-None-Match: *), so two replicas could both "
+                "commit a round; use Amazon S3, MinIO, SeaweedFS, MiniStack, or a local folder"
             )
         if not any(entry.key == key for entry in await store.list(layout.PROBES)):
             raise ConditionalWriteError(
