@@ -1,0 +1,55 @@
+# The two commands of the README are `make demo` and `make test`; both install what they need into .venv first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: install demo test check benchmarks lock clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo        train 4 replicas on this machine through an embedded S3, beside a data-parallel baseline"
+	@echo "make test        run the tests"
+	@echo "make check       lint, formatting, types"
+	@echo "make benchmarks  the figures of the documentation, as JSON"
+	@echo "make install     .venv with everything (also done by the others)"
+
+install: $(VENV)/.installed
+
+# The lock pins every version; torch comes first and alone, so that the machine's own CPU or CUDA wheel is taken once.
+$(VENV)/.installed: requirements.lock pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + ": make PYTHON=python3.11 …" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet $$(grep '^torch==' requirements.lock)
+	$(BIN)/python -m pip install --quiet --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
+demo: install
+	$(BIN)/python scripts/launch.py run --local --replicas 4 --steps 200 --sync-every 25 --baseline
+
+test: install
+	$(BIN)/python -m pytest
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+benchmarks: install
+	$(BIN)/python -m benchmarks.overlap
+	$(BIN)/python -m benchmarks.memory
+	$(BIN)/python -m benchmarks.quality
+
+# Resolve the extras anew within the bounds of pyproject.toml, and pin what came out.
+lock:
+	$(PYTHON) -m venv $(VENV)-lock
+	$(VENV)-lock/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)-lock/bin/python -m pip install --quiet 'torch==2.13.*'
+	$(VENV)-lock/bin/python -m pip install --quiet --editable '.[dev]'
+	echo '# Made by `make lock` from pyproject.toml: what development and CI install.' > requirements.lock
+	$(VENV)-lock/bin/python -m pip freeze --exclude-editable | sed -E 's/\+[a-z0-9.]+$$//' >> requirements.lock
+	rm -rf $(VENV)-lock
+
+clean:
+	rm -rf $(VENV) .diloco .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
