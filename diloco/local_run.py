@@ -1,7 +1,8 @@
 """What a run on this machine keeps around its replicas: a folder with a lock, the model's local copy, the baseline.
 
-`.diloco/runs/<run id>/` holds `s3` (the embedded S3's objects), `logs`, `model` and `lock`. The lock's descriptor is
-also held by the guards of all that was started: a launcher that follows a killed one waits until all of it is gone.
+`.diloco/runs/<run id>/` holds `s3` (the embedded S3's objects), `logs`, `model` and two locks. One is the launcher's: a
+second launcher is refused. The other is also held by the guards of all that was started: a launcher that follows a
+killed one waits until all of it is gone, so that no two embedded S3s or attempts write into one folder.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 RUNS = Path(".diloco") / "runs"
 
+_LAUNCHER_LOCK = "launcher.lock"
+_PROCESSES_LOCK = "processes.lock"
 _LOCK_SECONDS = guard.DEFAULT_GRACE + 3.0  # what a killed launcher left is gone by then
 _TRAINING_PACKAGES = ("torch", "torchft", "safetensors", "numpy")
 _BLOCK = 8 * 2**20
@@ -64,43 +67,63 @@ class RunFolder:
 
     @contextmanager
     def lock(self) -> Iterator[int]:
-        """Hold the run for this launcher and yield the lock's descriptor; ConfigurationError if another one has it."""
-        descriptor = self._acquire()
+        """Hold the run for this launcher; ConfigurationError if another one has it.
+
+        Yields the descriptor of a second lock, for the guards of what is started (`hold`): it is free once the launcher
+        and all that it started are gone.
+        """
+        launcher = self._lock_for_launcher()
         try:
-            os.truncate(descriptor, 0)
-            os.write(descriptor, f"{os.getpid()}\n".encode())
-            yield descriptor
+            processes = self._lock_for_processes()
+            try:
+                yield processes
+            finally:
+                os.close(processes)
         finally:
             self._remove_if_unused()
-            os.close(descriptor)
+            os.close(launcher)
 
-    def _acquire(self) -> int:
-        lock = self.path / "lock"
-        deadline = time.monotonic() + _LOCK_SECONDS
+    def _lock_for_launcher(self) -> int:
         while True:
-            try:
-                self.path.mkdir(parents=True, exist_ok=True)
-                descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
-            except OSError as problem:
-                raise ConfigurationError(f"the folder of the run can't be made: {problem}") from None
-            with suppress(BlockingIOError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _is_same_file(descriptor, lock):
-                    return descriptor
-            holder = lock.read_text().strip() if lock.exists() else ""
-            os.close(descriptor)
-            # A holder that lives is waited for by nobody; a dead one's replicas are still being stopped.
-            if time.monotonic() >= deadline or _lives(holder):
+            descriptor = self._open(_LAUNCHER_LOCK)
+            if not _try_lock(descriptor):
+                holder = (self.path / _LAUNCHER_LOCK).read_text().strip() or "that is starting"
+                os.close(descriptor)
                 raise ConfigurationError(
-                    f"another launcher (process {holder or 'unknown'}) is running {self.path.name} in this folder:"
+                    f"another launcher (process {holder}) is running {self.path.name} in this folder:"
                     " wait for it, stop it, or choose another --run-id"
                 )
+            if _is_named(descriptor, self.path / _LAUNCHER_LOCK):
+                os.truncate(descriptor, 0)
+                os.write(descriptor, f"{os.getpid()}\n".encode())
+                return descriptor
+            os.close(descriptor)
+
+    def _lock_for_processes(self) -> int:
+        descriptor = self._open(_PROCESSES_LOCK)
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while not _try_lock(descriptor):
+            if time.monotonic() >= deadline:
+                os.close(descriptor)
+                raise ConfigurationError(
+                    f"processes of an earlier launch of {self.path.name} still run:"
+                    " stop them, or choose another --run-id"
+                )
             time.sleep(0.05)
+        return descriptor
+
+    def _open(self, name: str) -> int:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            return os.open(self.path / name, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as problem:
+            raise ConfigurationError(f"the folder of the run can't be made: {problem}") from None
 
     def _remove_if_unused(self) -> None:
-        """Leave nothing of a run that never began."""
-        if [entry.name for entry in self.path.iterdir()] == ["lock"]:
-            (self.path / "lock").unlink()
+        """Leave nothing of a run that never began. The launcher's lock is still held."""
+        if self.path.is_dir() and {entry.name for entry in self.path.iterdir()} <= {_LAUNCHER_LOCK, _PROCESSES_LOCK}:
+            (self.path / _PROCESSES_LOCK).unlink(missing_ok=True)
+            (self.path / _LAUNCHER_LOCK).unlink(missing_ok=True)
             for folder in (self.path, self.path.parent, self.path.parent.parent):
                 with suppress(OSError):
                     folder.rmdir()
@@ -157,21 +180,18 @@ async def train_baseline(settings: RunSettings, folder: RunFolder, *, hold: int)
     return float(json.loads(answer.read_text().splitlines()[-1])["baseline_eval_loss"])
 
 
-def _is_same_file(descriptor: int, path: Path) -> bool:
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_named(descriptor: int, path: Path) -> bool:
     """Whether the locked file is still the one of that name: a launcher that ends may have removed it in between."""
     try:
         named = path.stat()
     except FileNotFoundError:
         return False
-    mine = os.fstat(descriptor)
-    return (mine.st_dev, mine.st_ino) == (named.st_dev, named.st_ino)
-
-
-def _lives(pid: str) -> bool:
-    try:
-        os.kill(int(pid), 0)
-    except (ValueError, ProcessLookupError):
-        return False
-    except PermissionError:
-        return True
-    return True
+    return os.path.samestat(os.fstat(descriptor), named)

@@ -1,8 +1,9 @@
 """Stands in for `diloco.replica_entrypoint` in tests of the launcher: no torch, a `file://` run, a behaviour a rank.
 
 `behave` in the trainer's arguments lists the ranks' behaviours: `ok` writes all that a replica leaves (rank 0 the
-result as well), `late` does so once the result is there, `hang` sleeps after its first beat, `stubborn` also ignores SIGTERM,
-`refuse` ends at once with an error line, `crash` ends by SIGKILL after its first beat, `no-result` leaves no result.
+result as well), `late` does so once the result is there, `hang` sleeps after its first beat, `stubborn` also ignores
+SIGTERM, `refuse` ends at once with an error line, `crash` ends by SIGKILL after its first beat, `no-result` leaves all
+but the result.
 """
 
 from __future__ import annotations

@@ -97,10 +97,12 @@ def test_plain_lines_are_no_flood() -> None:
 
     assert shown(status(ReplicaStatus(0, "running"))) == ["1 replicas are starting"]
     assert shown(status(running(0, round=0, step=1))) == []
+    assert shown(status(running(0, round=1, step=25))) == []
+    now = 2.0
     assert len(shown(status(running(0, round=1, step=25)))) == 1
-    now = 9.0
-    assert shown(status(running(0, round=1, step=30))) == []
     now = 11.0
+    assert shown(status(running(0, round=1, step=30))) == []
+    now = 12.0
     assert len(shown(status(running(0, round=1, step=31)))) == 1
     now = 30.0
     assert shown(status(running(0, round=1, step=31))) == []
