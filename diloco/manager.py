@@ -92,6 +92,8 @@ class _Round:
     abstain: str | None = None
     tensors: list[torch.Tensor] = field(default_factory=list)
     future: Future[Outcome] | None = None
+    weight: int = 0
+    """Tokens, else inner steps, behind the pseudo-gradient: as they were when it was taken, not when it is sent."""
     not_finite: bool = False
 
 
@@ -236,6 +238,7 @@ class ObjectStoreManager:
             return RoundWork(lambda: None, lambda: True)
         round_.tensors.append(tensor)
         if len(round_.tensors) == len(self._attached().call_order[round_.fragment]):
+            round_.weight = self._tokens[round_.fragment] or self._steps[round_.fragment]
             round_.future = self.presence.background.submit(self._exchange(round_))
         return RoundWork(lambda: self._settled(round_), lambda: round_.future is not None and round_.future.done())
 
@@ -255,8 +258,7 @@ class ObjectStoreManager:
         if round_.abstain is not None:
             await allreduce.abstain(round_.number, fragment, round_.abstain)
         else:
-            weight = self._tokens[round_.fragment] or self._steps[round_.fragment]
-            reason = await allreduce.contribute(round_.number, fragment, tensors, weight=weight)
+            reason = await allreduce.contribute(round_.number, fragment, tensors, weight=round_.weight)
             round_.not_finite = reason is not None
         outcome = await allreduce.settle(round_.number, fragment)
         if outcome.mean is not None:
