@@ -108,6 +108,7 @@ def run(
     """Train one model by N replicas."""
     if not local:
         raise ConfigurationError("only runs on this machine exist today: add --local")
+    from diloco.embedded import BUCKET
     from diloco.spec import RunSettings, new_run_id
 
     settings = RunSettings.checked(
@@ -118,8 +119,8 @@ def run(
         sync_delay=sync_delay,
         seed=seed,
         run_id=new_run_id() if run_id is None else run_id,
-        rendezvous=_parent(rendezvous),
-        output=output,
+        rendezvous=f"s3://{BUCKET}" if rendezvous is None else _parent("--rendezvous", rendezvous),
+        output=None if output is None else _parent("--output", output),
         trainer_module=trainer_module,
         trainer_fn=trainer_fn,
         trainer_kwargs=_trainer_kwargs(trainer_module, trainer_kwargs_json, model=model, data=data),
@@ -139,21 +140,17 @@ def run(
     raise typer.Exit(launch.run())
 
 
-def _parent(rendezvous: str | None) -> str:
-    """The parent of the run as replicas in other folders and processes can use it."""
-    from diloco.embedded import BUCKET
-
-    if rendezvous is None:
-        return f"s3://{BUCKET}"
-    if rendezvous.startswith("memory:"):
+def _parent(option: str, uri: str) -> str:
+    """Return the URI if replicas, which are other processes, can use it."""
+    if uri.startswith("memory:"):
         raise ConfigurationError(
-            f"--rendezvous {rendezvous}: replicas are processes and can't share memory; use s3://bucket/prefix or file:///folder"
+            f"{option} {uri}: replicas are processes and can't share memory; use s3://bucket/prefix or file:///folder"
         )
-    if "://" not in rendezvous:
+    if "://" not in uri:
         raise ConfigurationError(
-            f"--rendezvous {rendezvous} has no scheme: use s3://bucket/prefix or {Path(rendezvous).absolute().as_uri()}"
+            f"{option} {uri} has no scheme: use s3://bucket/prefix or {Path(uri).absolute().as_uri()}"
         )
-    return rendezvous
+    return uri
 
 
 def _trainer_kwargs(module: str, text: str, **options: str | None) -> dict[str, Any]:

@@ -66,6 +66,7 @@ async def run_replicas(
     store = open_store(settings.uri, storage_options=storage_options)
     try:
         await check_store(store)
+        await _check_output(settings, storage_options)
         await claim_spec(store, settings)
         if await _has_result(store):
             return await read_report(store, settings, wall_seconds=time.monotonic() - started)
@@ -107,6 +108,18 @@ def _find_module(name: str) -> None:
                 " check its name, or add its folder to PYTHONPATH"
             )
         path = found.submodule_search_locations
+
+
+async def _check_output(settings: RunSettings, storage_options: Mapping[str, Any] | None) -> None:
+    """Find out now, not after the training, that the model can't be written."""
+    uri = settings.output_uri
+    if uri is None:
+        return
+    store = open_store(uri, storage_options=storage_options)
+    try:
+        await check_store(store)
+    finally:
+        await store.close()
 
 
 async def _has_result(store: Store) -> bool:

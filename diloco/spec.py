@@ -92,15 +92,18 @@ class RunSettings(BaseModel):
         return f"{self.rendezvous.rstrip('/')}/{self.run_id}"
 
     @property
+    def output_uri(self) -> str | None:
+        """Where the trained model goes, if not under the run's prefix."""
+        return None if self.output is None else f"{self.output.rstrip('/')}/{self.run_id}"
+
+    @property
     def default_trainer(self) -> bool:
         """Whether the project's own trainer is used."""
         return (self.trainer_module, self.trainer_fn) == DEFAULT_TRAINER
 
     def replica_specs(self) -> list[ReplicaSpec]:
         """Return what to launch: one specification a rank."""
-        exchange = self.exchange
-        if self.output is not None:
-            exchange = exchange.model_copy(update={"output_uri": f"{self.output.rstrip('/')}/{self.run_id}"})
+        exchange = self.exchange.model_copy(update={"output_uri": self.output_uri})
         return [
             ReplicaSpec(
                 rank=rank,

@@ -69,6 +69,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ([*RUN, "--model", "tiny", "--trainer-kwargs-json", '{"model": "tiny"}'], "model is given twice"),
         ([*RUN, "--rendezvous", "memory://x"], "use s3://bucket/prefix or file:///folder"),
         ([*RUN, "--rendezvous", "some/folder"], "has no scheme: use s3://bucket/prefix or file:///"),
+        ([*RUN, "--output", "some/folder"], "--output some/folder has no scheme: use s3://bucket/prefix or file:///"),
     ],
 )
 def test_one_line_for_what_can_not_work(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:

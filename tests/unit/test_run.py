@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from diloco.errors import ConfigurationError, RunMismatchError
+from diloco.errors import ConfigurationError, RunMismatchError, StoreError
 from diloco.exchange import layout
 from diloco.executors.local import LocalProcessExecutor
 from diloco.run import make_diloco_run, preflight, run_replicas
@@ -195,6 +195,14 @@ def test_another_spec_is_refused_before_anything_starts(tmp_path: Path) -> None:
     run(tmp_path, "ok", "ok")
     with pytest.raises(RunMismatchError, match=r"run run was started with --seed 0, not 1: repeat .* another --run-id"):
         run(tmp_path, "ok", "ok", seed=1)
+
+
+def test_an_output_that_can_not_be_written_is_found_before_the_training(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError):
+        run(tmp_path, "ok", "ok", output=(tmp_path / "file").as_uri())
+    assert not (tmp_path / "run" / layout.SPEC).exists()
+    assert not (tmp_path / "logs").exists()
 
 
 def test_strict_stops_all_when_one_dies(tmp_path: Path) -> None:
