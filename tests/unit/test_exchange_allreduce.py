@@ -392,19 +392,21 @@ def test_strict_ends_on_different_bits() -> None:
 def test_rounds_that_nobody_contributes_to_end_the_run_at_the_third() -> None:
     run = Run("skip", rounds=8)
 
-    async def abstain(rank: int) -> int:
+    async def abstain(rank: int, settled: list[int]) -> None:
         member = run.member(rank)
         for round_ in range(8):
             await member.abstain(round_, FRAGMENT, CAUGHT_UP)
-            try:
-                outcome = await member.settle(round_, FRAGMENT)
-            except RoundError as problem:
-                assert "nobody contributed to the last 3 rounds, up to round 2" in str(problem)
-                return round_
+            outcome = await member.settle(round_, FRAGMENT)
             assert outcome.mean is None
-        return 8
+            settled.append(round_)
 
-    assert run.world.complete(*(abstain(rank) for rank in range(3))) == [MOST_EMPTY_ROUNDS - 1] * 3
+    settled: list[list[int]] = [[], [], []]
+    tasks = [run.world.start(abstain(rank, settled[rank]), f"rank {rank}") for rank in range(3)]
+    run.world.run()
+    assert settled == [list(range(MOST_EMPTY_ROUNDS - 1))] * 3
+    for task in tasks:
+        assert isinstance(task.problem, RoundError)
+        assert "nobody contributed to the last 3 rounds, up to round 2" in str(task.problem)
 
 
 def test_a_replaced_attempt_contributes_nothing() -> None:
