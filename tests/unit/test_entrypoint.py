@@ -150,7 +150,7 @@ def trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_trainers_are_found_and_checked(trainers: str) -> None:
     assert find_trainer(trainers, "fine").__name__ == "fine"
-    assert find_trainer(trainers, "takes_anything")
+    assert find_trainer(trainers, "takes_anything").__name__ == "takes_anything"
     with pytest.raises(ConfigurationError, match=r"--trainer-module no_such_module: .* is it on PYTHONPATH"):
         find_trainer("no_such_module", "fine")
     for name in ("absent", "number"):
@@ -214,7 +214,7 @@ def test_a_replaced_attempt_ends_with_76(tmp_path: Path, trainers: str) -> None:
 
 def test_a_signal_ends_with_143(tmp_path: Path, trainers: str) -> None:
     done = replica(tmp_path / "run", "--trainer-module", trainers, "--trainer-fn", "stopped")
-    assert done.returncode == 143
+    assert done.returncode == 128 + signal.SIGTERM
     assert last_line(done).startswith("diloco: error: stopped by a signal; start the run again")
     assert "Traceback" not in done.stderr
 
@@ -253,7 +253,3 @@ def test_a_rank_beyond_a_strict_world_is_refused(tmp_path: Path, trainers: str) 
     done = replica(tmp_path / "run", "--trainer-module", trainers, "--trainer-fn", "takes_anything", rank="1")
     assert done.returncode == 78
     assert last_line(done).startswith("diloco: error: rank 1 of 1: ")
-
-
-def test_signals_have_their_own_code() -> None:
-    assert signal.SIGTERM + 128 == 143

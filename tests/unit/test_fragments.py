@@ -52,42 +52,44 @@ def test_bf16_parameters_are_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.complex64])
 def test_other_dtypes_are_refused_by_name(dtype: torch.dtype) -> None:
-    first, second = model()
+    first, second = model()[0], nn.Linear(3, 2)
     second.bias = nn.Parameter(torch.zeros(2, dtype=dtype))
     with pytest.raises(ConfigurationError, match=f"parameter bias of fragment 1 is {str(dtype)[6:]}"):
         take_apart(first, second, parameters=list(first.parameters()))
 
 
 def test_a_parameter_tied_across_fragments_is_refused_by_both_names() -> None:
-    embedding, head = nn.Embedding(7, 3), nn.Sequential(nn.Linear(3, 7))
-    head[0].weight = embedding.weight
+    embedding, linear = nn.Embedding(7, 3), nn.Linear(3, 7)
+    shared = linear.weight = nn.Parameter(torch.ones(7, 3))
+    embedding.weight = shared
+    head = nn.Sequential(linear)
     with pytest.raises(
         ConfigurationError, match=r"parameter 0\.weight of fragment 1 is tied to weight of fragment 0 .* one fragment"
     ):
-        take_apart(embedding, head, parameters=[embedding.weight])
+        take_apart(embedding, head, parameters=[shared])
 
 
 def test_a_parameter_tied_inside_a_fragment_is_trained_once() -> None:
     embedding, head = nn.Embedding(7, 3), nn.Linear(3, 7, bias=False)
-    head.weight = embedding.weight
-    assert take_apart(nn.Sequential(embedding, head), parameters=[embedding.weight]).shapes == {
-        "0/0.weight": "float32[7, 3]"
-    }
+    shared = head.weight = nn.Parameter(torch.ones(7, 3))
+    embedding.weight = shared
+    assert take_apart(nn.Sequential(embedding, head), parameters=[shared]).shapes == {"0/0.weight": "float32[7, 3]"}
 
 
 def test_frozen_parameters_are_left_out_and_compared() -> None:
     def frozen(value: float) -> FragmentedModel:
-        first, second = model()
-        second.weight.requires_grad_(False).fill_(value)
+        first, second = model()[0], nn.Linear(3, 2)
+        torch.nn.init.ones_(second.bias)
+        second.weight = nn.Parameter(torch.full((2, 3), value), requires_grad=False)
         return take_apart(first, second)
 
-    assert "1/weight" not in frozen(1).shapes
-    assert list(frozen(1).constants) == ["1/weight"]
-    assert frozen(1).constants == frozen(1).constants != frozen(2).constants
+    assert "1/weight" not in frozen(1.0).shapes
+    assert list(frozen(1.0).constants) == ["1/weight"]
+    assert frozen(1.0).constants == frozen(1.0).constants != frozen(2.0).constants
 
 
 def test_a_frozen_parameter_may_have_any_dtype() -> None:
-    first, second = model()
+    first, second = model()[0], nn.Linear(3, 2)
     second.weight = nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16), requires_grad=False)
     assert list(take_apart(first, second).constants) == ["1/weight"]
 
@@ -108,6 +110,9 @@ def test_a_parameter_of_the_optimizer_that_is_in_no_fragment_is_refused() -> Non
 
 class Masked(nn.Module):
     """Has a constant buffer, a scalar one, an empty one, and one that is not kept."""
+
+    scale: torch.Tensor
+    cache: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
