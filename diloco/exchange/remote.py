@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-PART_BYTES = 16 * 2**20
+PART_BYTES = 8 * 2**20
+"""Size of an upload's parts: each in flight is copied twice below us (its slice, and what the socket does not take at once)."""
+MOST_PARTS = 10_000
 CONCURRENT_PARTS = 4
 OPERATION_TIMEOUT = 60.0
 SECONDS_PER_MIB = 1.0
@@ -147,8 +149,9 @@ class RemoteStore(Store):
         await self._do("write", key, self._pipe(key, data, "overwrite"), len(data))
 
     def _pipe(self, key: str, data: bytes | bytearray, mode: str) -> Awaitable[object]:
+        part = max(PART_BYTES, -(-len(data) // MOST_PARTS))
         call: Awaitable[object] = self._open()._pipe_file(
-            self._at(key), data, mode=mode, chunksize=PART_BYTES, max_concurrency=CONCURRENT_PARTS
+            self._at(key), data, mode=mode, chunksize=part, max_concurrency=CONCURRENT_PARTS
         )
         return call
 
