@@ -44,7 +44,7 @@ def _build_preset(preset: Preset) -> PreTrainedModel:
             num_hidden_layers=preset.layers,
             num_attention_heads=preset.heads,
             max_position_embeddings=preset.max_positions,
-            # Outer momentum magnifies the first rounds: from the customary 0.02 a small model's weights are mostly overshoot.
+            # Outer momentum magnifies the first rounds' steps: too large for weights of the customary 0.02.
             initializer_range=preset.hidden_size**-0.5,
             tie_word_embeddings=True,
             bos_token_id=None,
