@@ -201,7 +201,7 @@ def explain(problem: BaseException, operation: str, uri: str, key: str) -> Diloc
     if code in _EXISTS or isinstance(problem, FileExistsError):
         return _AlreadyThereError(where)
     if code == "NoSuchBucket":
-        return BucketMissingError(f"{uri}: the bucket does not exist: create it, or correct --rendezvous")
+        return BucketMissingError(f"{uri}: the bucket does not exist: create it, or correct the address")
     if code in _CREDENTIALS:
         return AccessDeniedError(f"{where}: {_CREDENTIALS[code]}")
     if name in {

@@ -12,6 +12,7 @@ of a record is recognised as one's own by its nonce (:func:`create_once`). Every
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,8 +22,10 @@ from diloco.errors import (
     ConditionalWriteError,
     ConfigurationError,
     CorruptObjectError,
+    DilocoError,
     ObjectMissingError,
     OutcomeUnknownError,
+    StoreError,
     StoreUnreachableError,
 )
 from diloco.exchange import layout
@@ -210,10 +213,22 @@ async def check_store(store: Store) -> None:
         ) from None
 
 
+@contextlib.asynccontextmanager
+async def _deleted_after(store: Store, key: str) -> AsyncIterator[None]:
+    """Delete the object at the end; a failure of that is raised only if nothing worse was."""
+    try:
+        yield
+    except DilocoError:
+        with contextlib.suppress(StoreError):
+            await store.delete([key])
+        raise
+    await store.delete([key])
+
+
 async def _probe(store: Store) -> None:
     key = f"{layout.PROBES}{new_nonce()}.json"
     await store.create(key, b"first")
-    try:
+    async with _deleted_after(store, key):
         second = await store.create(key, b"second")
         if second or await store.read(key) != b"first":
             raise ConditionalWriteError(
@@ -224,5 +239,3 @@ async def _probe(store: Store) -> None:
             raise ConditionalWriteError(
                 f"{store.uri}: an object that was just written is not listed; a strongly consistent store is needed"
             )
-    finally:
-        await store.delete([key])
