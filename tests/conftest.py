@@ -7,6 +7,7 @@ import os
 import secrets
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
 from diloco.embedded import EmbeddedS3, environment
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 STORES = ("memory", "file", "s3")
+
+# The same examples in every run, however slow the machine: a red test is red for everybody.
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.exchange import layout
@@ -187,10 +187,11 @@ headers_of_a_round = st.dictionaries(
 ).map(lambda found: {rank: header(rank, b, attempt=a, abstains=why) for rank, (b, a, why) in found.items()})
 
 
+@settings(max_examples=1000)
 @given(
     headers=headers_of_a_round,
     policy=st.sampled_from(["skip", "strict"]),
-    min_replicas=st.integers(1, 5),
+    min_replicas=st.integers(1, 4),
     waited_for=st.sets(st.integers(0, 6)),
     grace_over=st.booleans(),
     rejected_ranks=st.sets(st.integers(0, 6)),
