@@ -17,7 +17,9 @@ def machine() -> dict[str, Any]:
     processor = platform.processor() or platform.machine()
     information = Path("/proc/cpuinfo")
     if information.exists():
-        models = [line.split(":", 1)[1].strip() for line in information.read_text().splitlines() if "model name" in line]
+        models = [
+            line.split(":", 1)[1].strip() for line in information.read_text().splitlines() if "model name" in line
+        ]
         processor = models[0] if models else processor
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {

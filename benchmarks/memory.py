@@ -1,8 +1,9 @@
 """Peak memory of one exchange, as `N` grows.
 
-One process plays all peers and leaves their contributions in the embedded S3. The measured process holds a pseudo-gradient of `--mib` MiB,
-contributes it and settles the round: it fetches and averages N payloads. Its peak resident memory while it does so, above what it had before
-the pseudo-gradient was made, is compared with the claim: under 3 payloads + 64 MiB. Linux only (/proc).
+One process plays all peers and leaves their contributions in the embedded S3. The measured process holds a
+pseudo-gradient of `--mib` MiB, contributes it and settles the round: it fetches and averages N payloads. Its peak
+resident memory while it does so, above what it had before the pseudo-gradient was made, is compared with the claim:
+under 3 payloads + 64 MiB. Linux only (/proc).
 """
 
 from __future__ import annotations
@@ -51,8 +52,18 @@ def main() -> int:
             with EmbeddedS3(Path(folder, f"s3-{world}")) as s3, environment(s3.env):
                 uri = f"{s3.uri}/memory-{world}"
                 for role in ("peers", "measured"):
-                    command = [sys.executable, "-m", "benchmarks.memory", "--mib", str(options.mib), "--codec", options.codec]
-                    done = subprocess.run([*command, "--one", role, str(world), uri], check=True, stdout=subprocess.PIPE)
+                    command = [
+                        sys.executable,
+                        "-m",
+                        "benchmarks.memory",
+                        "--mib",
+                        str(options.mib),
+                        "--codec",
+                        options.codec,
+                    ]
+                    done = subprocess.run(
+                        [*command, "--one", role, str(world), uri], check=True, stdout=subprocess.PIPE
+                    )
                 peaks[str(world)] = json.loads(done.stdout)
                 say(f"N={world}: peak {peaks[str(world)]['peak_mib']} MiB of at most {limit}")
     figures = {"payload_mib": options.mib, "codec": options.codec, "limit_mib": limit, "by_replicas": peaks}

@@ -1,8 +1,9 @@
 """How much less a replica waits when the exchange overlaps with training.
 
-Two replicas, real processes, the embedded S3 behind a proxy that is `--latency-ms` late each way. A first short run measures how long a round
-takes; then inner steps are paced so that a round takes half a sync interval, and the same run is made with a sync delay of 0 and of three quarters
-of the interval. Claim: the time that a replica waits falls by at least 80 %.
+Two replicas, real processes, the embedded S3 behind a proxy that is `--latency-ms` late each way. A first short run
+measures how long a round takes; then inner steps are paced so that a round takes half a sync interval, and the same
+run is made with a sync delay of 0 and of three quarters of the interval. Claim: the time that a replica waits falls
+by at least 80 %.
 """
 
 from __future__ import annotations

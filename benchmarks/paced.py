@@ -1,4 +1,6 @@
-"""A trainer whose inner steps take a fixed time, so that a benchmark measures the exchange and not how fast a processor multiplies."""
+"""A trainer whose inner steps take a fixed time, so that a benchmark measures the exchange and not how fast a
+processor multiplies.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 class SlowProxy:
-    """Forwards a port on 127.0.0.1 to `target` (an `http://host:port`), `seconds` late each way. Use it as a context manager."""
+    """Forwards a port on 127.0.0.1 to `target` (an `http://host:port`), `seconds` late each way. Use it as a context
+    manager.
+    """
 
     def __init__(self, target: str, seconds: float) -> None:
         parts = urlsplit(target)

@@ -251,8 +251,8 @@ class Schedule:
         """Raise ConfigurationError for what torchft would refuse or lose tensors by."""
         if os.environ.get(USE_BUCKETIZATION_ENV) == "True":
             raise ConfigurationError(
-                f"{USE_BUCKETIZATION_ENV} is set: torchft 0.2.0 loses tensors with it; unset it (the exchange coalesces "
-                "by itself)"
+                f"{USE_BUCKETIZATION_ENV} is set: torchft 0.2.0 loses tensors with it; unset it (the exchange "
+                "coalesces by itself)"
             )
         if self.fragments < 1:
             raise ConfigurationError("model_fragments is empty: give at least one module")
@@ -270,7 +270,7 @@ class Schedule:
 
 
 def _live_state(index: int, fragment: TrainedFragment, diloco: Any, optimizer: OuterSGD) -> FragmentState:
-    """torchft's backups and the outer optimizer's momenta themselves, as the exchange sees them."""
+    """The backups of torchft and the outer optimizer's momenta themselves, as the exchange sees them."""
     momenta = {name: optimizer.state[p]["momentum_buffer"] for name, p in fragment.named_parameters()}
     return FragmentState(index, diloco._fragments[index].original_parameters, momenta)
 

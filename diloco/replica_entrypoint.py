@@ -13,6 +13,7 @@ error: `.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import inspect
 import json
@@ -88,7 +89,7 @@ def _give_up(manager: ObjectStoreManager | None, problem: BaseException) -> int:
     return code
 
 
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
     raise Interrupted(signal.Signals(number).name)
 
 
@@ -179,4 +180,7 @@ def _plain(returned: object) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    # Or the interpreter's last collections walk every object of torch and transformers, for seconds.
+    gc.freeze()
+    sys.exit(code)

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 PART_BYTES = 8 * 2**20
-"""Size of an upload's parts: each in flight is copied twice below us (its slice, and what the socket does not take at once)."""
+"""Size of an upload's parts: each in flight is copied twice below us (its slice, and what the socket does not take at
+once).
+"""
 MOST_PARTS = 10_000
 CONCURRENT_PARTS = 4
 OPERATION_TIMEOUT = 60.0

@@ -1,4 +1,6 @@
-"""What a backend must do to host replicas. An executor starts, watches and stops processes; it knows nothing of tensors."""
+"""What a backend must do to host replicas. An executor starts, watches and stops processes; it knows nothing of
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class ReplicaSpec:
     exchange: Mapping[str, Any]
     """`ExchangeSettings` as JSON values."""
     gpu: str | None = None
-    """An accelerator's common name ("A10G"), mapped by each backend to a type of its own; None: the cheapest CPU one."""
+    """An accelerator's common name ("A10G"), mapped by each backend to a type of its own; None: the cheapest CPU
+    one.
+    """
     env: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -67,13 +67,13 @@ class TrainConfig(BaseModel):
     """Sequences in one replica's step."""
     sequence_length: int = Field(default=128, ge=1)
     """Predicted tokens in a sequence (bytes, for a preset)."""
-    learning_rate: float = Field(default=4e-3, gt=0)
-    """Peak of AdamW's learning rate, after the warm-up."""
-    warmup_steps: int = Field(default=20, ge=0)
+    learning_rate: float = Field(default=5e-4, gt=0)
+    """Peak of AdamW's learning rate, after the warm-up; chosen for `tiny` in a few hundred steps."""
+    warmup_steps: int = Field(default=10, ge=0)
     """Steps of linear warm-up."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Where the cosine ends, as a fraction of `learning_rate`."""
-    beta2: float = Field(default=0.95, gt=0, lt=1)
+    beta2: float = Field(default=0.99, gt=0, lt=1)
     """AdamW's second moment; its first is 0.9."""
     weight_decay: float = Field(default=0.1, ge=0)
     """AdamW's decay of matrices; vectors (norms, biases) have none."""

@@ -1,15 +1,21 @@
-"""The outer loop pinned by numbers: what replicas hold against plain tensor arithmetic written here, with no torchft and no exchange."""
+"""The outer loop pinned by numbers: what replicas hold against plain tensor arithmetic written here, with no torchft
+and no exchange.
+"""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from torch import nn
 
 from diloco.exchange.settings import ExchangeSettings
-from diloco.manager import ObjectStoreManager
 from diloco.outer import make_diloco_outer_loop
 from tests.support.replicas import FAST, all_well, run_replicas
+
+if TYPE_CHECKING:
+    from diloco.manager import ObjectStoreManager
 
 SHAPES = {"a": (3, 4), "b": (5,), "c": (2, 2, 2)}
 INNER_LR = 0.1
@@ -120,9 +126,7 @@ def test_two_replicas_hold_what_the_formulas_say(
     for rank in range(2):
         for round_ in range(rounds):
             for name in SHAPES:
-                torch.testing.assert_close(
-                    held[rank][round_][name], expected[rank][round_][name], rtol=0, atol=1e-6
-                )
+                torch.testing.assert_close(held[rank][round_][name], expected[rank][round_][name], rtol=0, atol=1e-6)
 
 
 def test_one_replica_with_a_neutral_outer_step_is_plain_training() -> None:
