@@ -17,11 +17,13 @@ from diloco.exchange.layout import Member
 from diloco.exchange.records import Beat, Commit, Header, Participant
 from diloco.exchange.rounds import CAUGHT_UP, NOT_FINITE
 from diloco.exchange.stores import MemoryStore
+from tests.support.stores import WrappedStore
 from tests.support.virtual import World, member_context, run_record
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
+    from diloco.exchange.store import Store
     from tests.support.virtual import Task
 
 NUMEL = 24
@@ -93,6 +95,20 @@ class Run:
         return {out.rank: out.reason for out in self.commit(round_).left_out}
 
 
+def commit_of(*participants: Participant) -> Commit:
+    return Commit(
+        round=0,
+        fragment=0,
+        base_digest="base",
+        algorithm="gather",
+        participants=list(participants),
+        left_out=[],
+        committed_by=1,
+        committed_by_attempt=1,
+        reason="all are there",
+    )
+
+
 @pytest.mark.parametrize("policy", ["strict", "skip"])
 @pytest.mark.parametrize("seed", range(20))
 def test_all_get_the_same_bits_under_any_schedule(policy: str, seed: int) -> None:
@@ -110,6 +126,35 @@ def test_a_straggler_is_left_out_and_applies_the_mean_all_the_same(seed: int) ->
     outcomes = run.world.complete(run.take_part(0), run.take_part(1), run.take_part(2, after=30))
     assert {bits(outcome) for outcome in outcomes} == {by_hand([0, 1])}
     assert run.named() == {2: "late"}
+
+
+class Outrun(WrappedStore):
+    """Somebody else creates an object just before this member does."""
+
+    def __init__(self, inner: Store, key: str, rival: bytes) -> None:
+        super().__init__(inner)
+        self._key, self._rival = key, rival
+
+    async def before(self, operation: str, key: str) -> None:
+        if (operation, key) == ("create", self._key):
+            assert await self.inner.create(key, self._rival)
+
+
+def test_who_loses_the_commit_averages_what_the_winner_named() -> None:
+    run = Run("skip")
+    for rank in range(3):
+        run.world.complete(run.member(rank).contribute(0, FRAGMENT, [gradient(rank)], weight=rank + 1))
+    named = []
+    for rank in (0, 2):
+        header = Header.from_json(run.store._objects[layout.header(0, Member(rank, 1))], "header")
+        assert header.payload is not None
+        named.append(Participant(rank=rank, attempt=1, weight=header.weight, payload=header.payload))
+    rival = commit_of(*named)
+    member = run.member(0)
+    member.context.store = Outrun(run.store, layout.commit(0), rival.to_json())
+    [outcome] = run.world.complete(member.settle(0, FRAGMENT))
+    assert outcome.commit == rival
+    assert bits(outcome) == by_hand([0, 2])
 
 
 def test_who_is_late_within_the_grace_is_in() -> None:
@@ -240,17 +285,7 @@ def test_a_committed_payload_that_does_not_fit_is_never_averaged() -> None:
     run = Run("skip")
     encoded = codec.encode([torch.ones(6)], CODECS["fp32"], chunk_bytes=64, layout="another layout", metadata={})
     run.put(layout.payload(0, Member(1, 1)), encoded.data)
-    record = Commit(
-        round=0,
-        fragment=0,
-        base_digest="base",
-        algorithm="gather",
-        participants=[Participant(rank=1, attempt=1, weight=1, payload=encoded.info)],
-        left_out=[],
-        committed_by=1,
-        committed_by_attempt=1,
-        reason="all are there",
-    )
+    record = commit_of(Participant(rank=1, attempt=1, weight=1, payload=encoded.info))
     run.put(layout.commit(0), record.to_json())
     [task] = run.together(run.take_part(0))
     assert isinstance(task.problem, CorruptObjectError)
