@@ -115,7 +115,7 @@ async def _measure(uri: str, world: int, mib: int, codec: str) -> dict[str, Any]
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     await me.contribute(0, _fragment(mib), tensors, weight=1)
     after_upload = _kib("VmHWM")
-    outcome = await me.settle(0, _fragment(mib))
+    outcome = await me.settle(0, _fragment(mib), tensors)
     peak = _kib("VmHWM")
     await me.context.store.close()
     return {

@@ -45,12 +45,13 @@ class FragmentedModel:
 
     fragments: list[TrainedFragment]
     constants: dict[str, str]
-    buffers: dict[str, torch.Tensor]
+    buffers: dict[str, tuple[nn.Module, str]]
+    """Module and name, since a module may replace a buffer instead of writing to it."""
 
     def check_buffers(self) -> None:
         """Raise ConfigurationError if a persistent buffer has changed since the model was fragmented."""
-        for name, buffer in self.buffers.items():
-            if _digest(buffer) != self.constants[name]:
+        for name, (module, inner) in self.buffers.items():
+            if _digest(module.get_buffer(inner)) != self.constants[name]:
                 raise ConfigurationError(
                     f"buffer {name} changes during training (running statistics?): DiLoCo averages parameters only, so "
                     "replicas would keep different ones; use LayerNorm or GroupNorm, put the module in eval(), or "
@@ -77,7 +78,7 @@ def fragment_model(modules: Sequence[nn.Module], inner_optimizer: torch.optim.Op
     owners: dict[int, tuple[int, str]] = {}
     fragments: list[TrainedFragment] = []
     constants: dict[str, str] = {}
-    buffers: dict[str, torch.Tensor] = {}
+    buffers: dict[str, tuple[nn.Module, str]] = {}
     for index, module in enumerate(modules):
         trained: dict[str, nn.Parameter] = {}
         for name, parameter in module.named_parameters():
@@ -97,9 +98,8 @@ def fragment_model(modules: Sequence[nn.Module], inner_optimizer: torch.optim.Op
             raise ConfigurationError(f"fragment {index} has no parameter that requires a gradient: use fewer fragments")
         fragments.append(TrainedFragment(trained))
         for name in _persistent_buffers(module):
-            buffer = module.get_buffer(name)
-            buffers[f"{index}/{name}"] = buffer
-            constants[f"{index}/{name}"] = _digest(buffer)
+            buffers[f"{index}/{name}"] = (module, name)
+            constants[f"{index}/{name}"] = _digest(module.get_buffer(name))
     for group in inner_optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad and id(parameter) not in owners:

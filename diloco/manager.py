@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.distributed.distributed_c10d import Work
 
 from diloco.errors import ConfigurationError, DilocoError
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from datetime import timedelta
     from typing import TypeVar
-
-    import torch
 
     from diloco.exchange.clock import Clock
     from diloco.exchange.records import RunRecord, RunResult
@@ -260,12 +259,12 @@ class ObjectStoreManager:
         else:
             reason = await allreduce.contribute(round_.number, fragment, tensors, weight=round_.weight)
             round_.not_finite = reason is not None
-        outcome = await allreduce.settle(round_.number, fragment)
-        if outcome.mean is not None:
-            start = 0
-            for tensor in tensors:
-                tensor.copy_(outcome.mean[start : start + tensor.numel()].view(tensor.shape))
-                start += tensor.numel()
+        # On the CPU the mean is added up in the gradients themselves; a GPU's get it in one copy.
+        here = [tensor if _in_place(tensor) else torch.empty(tensor.shape, dtype=torch.float32) for tensor in tensors]
+        outcome = await allreduce.settle(round_.number, fragment, here)
+        for tensor, mean in zip(tensors, here, strict=True):
+            if outcome.averaged and tensor is not mean:
+                tensor.copy_(mean)
         return outcome
 
     def should_commit(self) -> bool:
@@ -280,7 +279,7 @@ class ObjectStoreManager:
         self._tokens[round_.fragment] = 0
         self._steps[round_.fragment] = 0
         self._note_step()
-        return outcome.mean is not None
+        return outcome.averaged
 
     def after_apply(self) -> None:
         """Once torchft has applied a round, and before anything else happens: digest the fragment; recover from NaN."""
@@ -288,7 +287,7 @@ class ObjectStoreManager:
             return
         (round_, outcome), self._applied = self._applied, None
         model = self._attached()
-        if outcome.mean is not None:
+        if outcome.averaged:
             state = model.states[round_.fragment]
             state.last_round = round_.number
             self._digests[round_.fragment] = self._hash(state)
@@ -379,3 +378,7 @@ class ObjectStoreManager:
 
     def _hash(self, state: FragmentState) -> Future[str]:
         return self.presence.background.submit(asyncio.to_thread(state.digest))
+
+
+def _in_place(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_contiguous()

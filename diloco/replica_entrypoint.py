@@ -93,19 +93,28 @@ def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
     raise Interrupted(signal.Signals(number).name)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Tells what is wrong with the command line as the error that it is, instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(message)
+
+
 def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> argparse.Namespace:
     """The contract's values; argv wins over the environment. Raises ConfigurationError that names every missing one."""
-    parser = argparse.ArgumentParser(
-        prog="python -m diloco.replica_entrypoint", description="Run one replica of a run."
-    )
+    parser = _Parser(prog="python -m diloco.replica_entrypoint", description="Run one replica of a run.")
     parser.add_argument("--rendezvous", default=environ.get("RENDEZVOUS_URI"))
-    parser.add_argument("--world-size", type=int, default=_number(environ, "WORLD_SIZE"))
-    parser.add_argument("--rank", type=int, default=_number(environ, "REPLICA_RANK", "JOB_COMPLETION_INDEX"))
+    parser.add_argument("--world-size", type=int, default=None)
+    parser.add_argument("--rank", type=int, default=None)
     parser.add_argument("--trainer-module", default=environ.get("DILOCO_TRAINER_MODULE", DEFAULT_TRAINER[0]))
     parser.add_argument("--trainer-fn", default=environ.get("DILOCO_TRAINER_FN", DEFAULT_TRAINER[1]))
     parser.add_argument("--trainer-kwargs-json", default=environ.get("DILOCO_TRAINER_KWARGS_JSON", "{}"))
     parser.add_argument("--exchange-json", default=environ.get("DILOCO_EXCHANGE_JSON", "{}"))
     options = parser.parse_args(argv)
+    if options.world_size is None:
+        options.world_size = _number(environ, "WORLD_SIZE")
+    if options.rank is None:
+        options.rank = _number(environ, "REPLICA_RANK", "JOB_COMPLETION_INDEX")
     missing = [
         f"{flag} or {variable}"
         for flag, variable, value in (

@@ -13,19 +13,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
 from diloco.errors import DivergedError, ObjectMissingError, OutcomeUnknownError, RoundError
 from diloco.exchange import codec, layout, rounds
 from diloco.exchange.checkpoint import committed_mean, read_commit
 from diloco.exchange.clock import Timer
+from diloco.exchange.flat import Flat
 from diloco.exchange.membership import Attendance, check_fence
 from diloco.exchange.records import Commit, Header, new_nonce
-from diloco.exchange.reduce import BadPayloadError, check_payload, gather_mean
+from diloco.exchange.reduce import BadPayloadError, MissingPayloadError, check_payload, gather_mean
 from diloco.exchange.store import CREATE_ATTEMPTS, create_once
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch
 
     from diloco.exchange.clock import Poll
     from diloco.exchange.context import Context
@@ -47,10 +48,14 @@ class Fragment:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A settled round: its record, and the mean (fp32, CPU, shape [numel]) unless nobody took part."""
+    """A settled round. The mean is where `settle` was told to put it, unless nobody took part."""
 
     commit: Commit
-    mean: torch.Tensor | None
+
+    @property
+    def averaged(self) -> bool:
+        """Whether there is a mean to apply."""
+        return bool(self.commit.participants)
 
 
 @dataclass
@@ -59,7 +64,7 @@ class _Wait:
 
     fragment: Fragment
     reader: rounds.HeaderReader
-    mean: torch.Tensor
+    mean: Flat
     rejected: dict[layout.Member, str] = field(default_factory=dict)
     averaged: list[Participant] | None = None
     """Whose mean `mean` holds."""
@@ -76,7 +81,9 @@ class ObjectStoreAllReduce:
         self._attendance = Attendance(context)
         self._present: dict[int, set[int]] = {}
         self._empty = 0
-        self._own: tuple[int, bytearray] | None = None
+        self._own: tuple[int, codec.Encoded] | None = None
+        self._announced = -1
+        """The last round of which this replica's header is there."""
 
     async def contribute(
         self, round_: int, fragment: Fragment, tensors: Sequence[torch.Tensor], *, weight: int
@@ -88,31 +95,39 @@ class ObjectStoreAllReduce:
         newer attempt of this rank is there.
         """
         member = self.context.member
-        encoded = codec.encode(
-            tensors,
-            self._codec,
-            chunk_bytes=self.context.run.chunk_bytes,
-            layout=fragment.layout,
-            metadata={
-                "round": str(round_),
-                "rank": str(member.rank),
-                "attempt": str(member.attempt),
-                "nonce": new_nonce(),
-            },
-        )
-        if not encoded.finite:
-            await self.abstain(round_, fragment, rounds.NOT_FINITE)
-            return rounds.NOT_FINITE
-        await check_fence(self.context.store, member)
-        if await self._create_payload(layout.payload(round_, member), encoded.data):
-            await self._create_header(round_, fragment, kind="contribution", weight=weight, payload=encoded.info)
-            self._own = (round_, encoded.data)
+        if self._announced == round_:
+            return None
+        if self._own is None or self._own[0] != round_:
+            encoded = codec.encode(
+                tensors,
+                self._codec,
+                chunk_bytes=self.context.run.chunk_bytes,
+                layout=fragment.layout,
+                metadata={
+                    "round": str(round_),
+                    "rank": str(member.rank),
+                    "attempt": str(member.attempt),
+                    "nonce": new_nonce(),
+                },
+            )
+            if not encoded.finite:
+                await self.abstain(round_, fragment, rounds.NOT_FINITE)
+                return rounds.NOT_FINITE
+            await check_fence(self.context.store, member)
+            if not await self._create_payload(layout.payload(round_, member), encoded.data):
+                raise RoundError(
+                    f"{member}: a payload of round {round_} that this process did not write is in its place: start the "
+                    "run again with the same run id"
+                )
+            self._own = (round_, encoded)
+        await self._create_header(round_, fragment, kind="contribution", weight=weight, payload=self._own[1].info)
         return None
 
     async def abstain(self, round_: int, fragment: Fragment, reason: str) -> None:
         """Write a header of weight 0: this replica is there and holds these bits, but has nothing to add."""
         await check_fence(self.context.store, self.context.member)
-        await self._create_header(round_, fragment, kind="abstention", weight=0, reason=reason)
+        if self._announced != round_:
+            await self._create_header(round_, fragment, kind="abstention", weight=0, reason=reason)
 
     async def _create_payload(self, key: str, data: bytearray) -> bool:
         """Whether the payload there is mine: the frame holds a nonce, by which a create whose answer was lost is
@@ -146,16 +161,21 @@ class ObjectStoreAllReduce:
             }
         )
         await create_once(self.context.store, layout.header(round_, member), header)
+        self._announced = round_
 
-    async def settle(self, round_: int, fragment: Fragment, out: torch.Tensor | None = None) -> Outcome:
-        """Wait for the round's commit, making it when the headers allow it, and return the mean (in `out` if given).
+    async def settle(self, round_: int, fragment: Fragment, out: Sequence[torch.Tensor]) -> Outcome:
+        """Wait for the round's commit, making it when the headers allow it, and put the mean into `out`.
+
+        `out` are tensors (fp32, CPU, contiguous) of `fragment.numel` values together, in payload order; their contents
+        are undefined if this raises, or if nobody took part.
 
         Raises RoundError when the policy ends the run, RoundTimeoutError that names whom it waited for, DivergedError
         when the others agreed on other bits than this replica's, CorruptObjectError or ObjectMissingError when a
         committed payload can't be had any more.
         """
-        mean = torch.empty(fragment.numel, dtype=torch.float32) if out is None else out
-        wait = _Wait(fragment, rounds.HeaderReader(self.context.store, round_, fragment.index), mean)
+        wait = _Wait(fragment, rounds.HeaderReader(self.context.store, round_, fragment.index), Flat(out))
+        if wait.mean.numel != fragment.numel:
+            raise ValueError(f"{wait.mean.numel} values to put the mean of {fragment.numel} into")
         self._attendance.begin()
         doing = f"round {round_}"
         commit = await self.context.wait_until(lambda poll: self._try(round_, wait, poll), doing=doing)
@@ -166,12 +186,10 @@ class ObjectStoreAllReduce:
                 f"{fragment.base_digest[:12]}) are not those of the others ({commit.base_digest[:12]}); it averages "
                 "nothing with them"
             )
-        if not commit.participants:
-            return Outcome(commit, None)
-        if commit.participants != wait.averaged:
-            await committed_mean(self.context, commit, mean)
+        if commit.participants and commit.participants != wait.averaged:
+            await committed_mean(self.context, commit, fragment.layout, wait.mean)
         self._own = None
-        return Outcome(commit, mean)
+        return Outcome(commit)
 
     async def _try(self, round_: int, wait: _Wait, poll: Poll) -> Commit | None:
         commit = await read_commit(self.context.store, round_)
@@ -211,7 +229,14 @@ class ObjectStoreAllReduce:
                 lately |= set(range(self.rules.world_size))
             waited_for = await self._attendance.waited_for(lately, headers, poll)
         grace_over = wait.grace is not None and wait.grace.seconds >= self.context.settings.grace
-        return rounds.decide(self.rules, headers, rejected=wait.rejected, waited_for=waited_for, grace_over=grace_over)
+        return rounds.decide(
+            self.rules,
+            headers,
+            rejected=wait.rejected,
+            waited_for=waited_for,
+            grace_over=grace_over,
+            refused=wait.reader.refused_ranks,
+        )
 
     async def _average(self, round_: int, proposal: rounds.Proposal, wait: _Wait) -> bool:
         """Average what would be committed. False if a payload turned out bad: it is rejected, and the round has to be
@@ -220,11 +245,15 @@ class ObjectStoreAllReduce:
         wait.averaged = None
         if not proposal.participants:
             return True
-        own = (self.context.member, self._own[1]) if self._own is not None and self._own[0] == round_ else None
+        mine = self._own[1].data if self._own is not None and self._own[0] == round_ else None
+        own = (self.context.member, mine) if mine is not None else None
         try:
             await gather_mean(self.context.store, round_, proposal.participants, own=own, out=wait.mean)
         except BadPayloadError as problem:
             wait.rejected[problem.member] = problem.reason
+            return False
+        except MissingPayloadError as problem:
+            wait.rejected[problem.member] = "its payload is not there"
             return False
         wait.averaged = proposal.participants
         return True

@@ -10,6 +10,7 @@ A crash between parts and manifest leaves orphaned parts and no checkpoint; writ
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,8 +18,9 @@ import torch
 from diloco.errors import CorruptObjectError, DivergedError
 from diloco.exchange import layout
 from diloco.exchange.clock import Timer
+from diloco.exchange.flat import Flat
 from diloco.exchange.records import CheckpointPart, Commit, Manifest
-from diloco.exchange.reduce import BadPayloadError, gather_mean
+from diloco.exchange.reduce import BadPayloadError, check_payload, gather_mean
 from diloco.exchange.store import create_once, read_if_there
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from diloco.exchange.context import Context
     from diloco.exchange.state import FragmentState, OuterStep
     from diloco.exchange.store import Store
+
+logger = logging.getLogger(__name__)
 
 _PARAMETER, _MOMENTUM = "parameters/", "momentum/"
 
@@ -64,7 +68,12 @@ async def read_manifest(store: Store, round_: int) -> Manifest | None:
     """The manifest of a checkpoint, or None."""
     key = layout.manifest(round_)
     data = await read_if_there(store, key)
-    return None if data is None else Manifest.from_json(data, f"{store.uri}/{key}")
+    if data is None:
+        return None
+    manifest = Manifest.from_json(data, f"{store.uri}/{key}")
+    if manifest.round != round_:
+        raise CorruptObjectError(f"{store.uri}/{key}: says that it is of checkpoint {manifest.round}")
+    return manifest
 
 
 async def agree_on_initial(context: Context, states: Sequence[FragmentState]) -> Manifest:
@@ -95,7 +104,11 @@ async def newest_checkpoint(context: Context) -> Manifest | None:
         if number is not None:
             rounds.append(number)
     for round_ in sorted(rounds, reverse=True):
-        manifest = await read_manifest(context.store, round_)
+        try:
+            manifest = await read_manifest(context.store, round_)
+        except CorruptObjectError as problem:
+            logger.warning("%s: checkpoint %d is not used: %s", context.member, round_, problem)
+            continue
         if manifest is not None and await _confirmed(context, manifest):
             return manifest
     return None
@@ -116,10 +129,20 @@ async def load_checkpoint(context: Context, manifest: Manifest, states: Sequence
     """Copy a checkpoint into `states`, a fragment at a time. Raises CorruptObjectError if the bits are not what the
     manifest says.
     """
+    import safetensors
     import safetensors.torch
 
-    for state, part in zip(states, sorted(manifest.parts, key=lambda part: part.fragment), strict=True):
-        tensors = safetensors.torch.load(await context.store.read(part.key, 0, part.size))
+    parts = {part.fragment: part for part in manifest.parts}
+    if parts.keys() != set(range(len(states))):
+        raise CorruptObjectError(
+            f"{layout.manifest(manifest.round)}: names the fragments {sorted(parts)}, the model has {len(states)}"
+        )
+    for state in states:
+        part = parts[state.index]
+        try:
+            tensors = safetensors.torch.load(await context.store.read(part.key, 0, part.size))
+        except safetensors.SafetensorError as problem:
+            raise CorruptObjectError(f"{part.key}: no safetensors file: {problem}") from problem
         for prefix, targets in ((_PARAMETER, state.parameters), (_MOMENTUM, state.momentum)):
             for name, target in targets.items():
                 source = tensors.get(prefix + name)
@@ -154,16 +177,26 @@ async def replay(
             )
         if commit.participants:
             mean = torch.empty(state.numel, dtype=torch.float32)
-            await committed_mean(context, commit, mean)
+            await committed_mean(context, commit, state.layout, Flat([mean]))
             state.apply(mean, step, round_)
         round_ += 1
     return round_
 
 
-async def committed_mean(context: Context, commit: Commit, out: torch.Tensor) -> None:
+async def committed_mean(context: Context, commit: Commit, layout_: str, out: Flat) -> None:
     """The mean of a committed round. A payload that is gone raises ObjectMissingError; a corrupt one
     CorruptObjectError.
     """
+    for participant in commit.participants:
+        reason = check_payload(
+            participant.payload,
+            codec_name=context.run.codec,
+            numel=out.numel,
+            fragment_layout=layout_,
+            chunk_bytes=context.run.chunk_bytes,
+        )
+        if reason is not None:
+            raise CorruptObjectError(f"round {commit.round} was committed with {participant.member}, but {reason}")
     try:
         await gather_mean(context.store, commit.round, commit.participants, own=None, out=out)
     except BadPayloadError as problem:

@@ -79,9 +79,12 @@ def check_frame(frame: bytes, info: Payload, key: str) -> None:
         raise CorruptObjectError(f"{key}: {info.size} bytes for {info.numel} values in {info.codec}")
     try:
         length = int.from_bytes(frame[:8], "little")
-        found = json.loads(frame[8 : 8 + length])[TENSOR]
-    except (ValueError, KeyError, TypeError):
+        header = json.loads(frame[8 : 8 + length])
+    except (ValueError, RecursionError):
         raise CorruptObjectError(f"{key}: not a payload (its safetensors header can't be read)") from None
+    found = header.get(TENSOR) if isinstance(header, dict) else None
+    if not isinstance(found, dict):
+        raise CorruptObjectError(f"{key}: not a payload (it has no tensor {TENSOR})")
     if length != DATA_OFFSET - 8 or found.get("dtype") != codec_.tag or found.get("shape") != [info.numel]:
         raise CorruptObjectError(
             f"{key}: holds {found.get('dtype')} {found.get('shape')}, not {codec_.tag} [{info.numel}]"

@@ -25,7 +25,7 @@ EVALUATIONS = "evaluations/"
 RUN_ID = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?")
 """Run ids: also part of job names and labels, hence lower case, digits and hyphens, at most 40 characters."""
 
-_MEMBER = re.compile(r"(?P<rank>\d{5})[-/](?P<attempt>\d{5})(?:\.[a-z]+)?$")
+_MEMBER = re.compile(r"(?:^|/)(?P<rank>\d{5})[-/](?P<attempt>\d{5})\.(?:json|safetensors)$")
 
 
 @dataclass(frozen=True, order=True)

@@ -124,7 +124,7 @@ class Attendance:
 
     async def _look(self, ranks: set[int], poll: Poll) -> None:
         newest: dict[int, Member] = {}
-        for entry in await self.context.store.list(layout.BEATS):
+        for entry in await self.context.store.list(layout.MEMBERS):
             member = layout.parse_member(entry.key)
             if member is not None and member.rank in ranks and member > newest.get(member.rank, Member(-1, 0)):
                 newest[member.rank] = member

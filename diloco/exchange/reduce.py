@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from diloco.errors import CorruptObjectError
+from diloco.errors import CorruptObjectError, ObjectMissingError
 from diloco.exchange import codec, layout
 from diloco.exchange.store import BLOCK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
+    from diloco.exchange.flat import Flat
     from diloco.exchange.records import Participant, Payload
     from diloco.exchange.store import Store
 
@@ -43,6 +44,11 @@ def check_payload(info: Payload, *, codec_name: str, numel: int, fragment_layout
         return f"its payload is {info.codec}, the run's codec is {codec_name}"
     if info.numel != numel or info.layout != fragment_layout:
         return f"its payload has other names, shapes or dtypes ({info.numel} values, expected {numel})"
+    if (
+        info.data_offset != codec.DATA_OFFSET
+        or info.size != codec.DATA_OFFSET + info.numel * codec.codec(codec_name).itemsize
+    ):
+        return f"its payload of {info.size} bytes can't hold the {info.numel} values that its header promises"
     wanted = -(-numel * codec.codec(codec_name).itemsize // chunk_bytes)
     if info.chunk_bytes != chunk_bytes or len(info.chunks) != wanted:
         return (
@@ -51,15 +57,23 @@ def check_payload(info: Payload, *, codec_name: str, numel: int, fragment_layout
     return None
 
 
+class MissingPayloadError(ObjectMissingError):
+    """One participant's payload is not there: never written, or pruned."""
+
+    def __init__(self, member: layout.Member, key: str) -> None:
+        super().__init__(f"{member}: {key} is not there")
+        self.member = member
+
+
 async def gather_mean(
     store: Store,
     round_: int,
     participants: Sequence[Participant],
     *,
     own: tuple[layout.Member, bytearray] | None,
-    out: torch.Tensor,
+    out: Flat,
 ) -> None:
-    """Average the participants' payloads into `out` (fp32, CPU, shape [numel]).
+    """Average the participants' payloads into `out`.
 
     Needs at least one participant. `own` is this replica's payload object, which is not fetched. Raises
     BadPayloadError that names the member, and leaves `out` undefined.
@@ -80,11 +94,11 @@ async def gather_mean(
             values = decode(block)
             if not bool(torch.isfinite(values).all()):
                 raise BadPayloadError(participant.member, "its payload holds NaN or Inf")
-            target = out[start : start + values.numel()]
-            if index == 0:
-                torch.mul(values, share, out=target)
-            else:
-                target.add_(values.mul_(share))
+            for target, part in out.pieces(start, values.mul_(share)):
+                if index == 0:
+                    target.copy_(part)
+                else:
+                    target.add_(part)
             start += values.numel()
 
 
@@ -111,6 +125,8 @@ async def _checked_blocks(
             yield memoryview(block)
     except BadPayloadError:
         raise
+    except ObjectMissingError as problem:
+        raise MissingPayloadError(participant.member, key) from problem
     except CorruptObjectError as problem:
         raise BadPayloadError(participant.member, str(problem)) from problem
 

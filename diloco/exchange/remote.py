@@ -13,6 +13,7 @@ from diloco.errors import (
     AccessDeniedError,
     BucketMissingError,
     ConfigurationError,
+    CorruptObjectError,
     DilocoError,
     ObjectMissingError,
     OutcomeUnknownError,
@@ -75,7 +76,7 @@ class RemoteStore(Store):
     def __init__(self, uri: str, storage_options: Mapping[str, Any]) -> None:
         super().__init__(uri)
         self._scheme = urlsplit(uri).scheme
-        self._path = self.uri.split("://", 1)[1]
+        self._path = uri.partition("://")[2].rstrip("/")
         if not self._path:
             raise ConfigurationError(f"{uri}: names no bucket")
         self._options = dict(storage_options)
@@ -198,10 +199,13 @@ def _s3_config(options: Mapping[str, Any]) -> dict[str, Any]:
 def explain(problem: BaseException, operation: str, uri: str, key: str) -> DilocoError:
     """What fsspec, botocore or aiohttp raised, as one of our errors with one line of text."""
     where = f"{uri}/{key}"
+    said = " ".join(str(problem).split())
     code = _code(problem)
     name = type(problem).__name__
     if code in _EXISTS or isinstance(problem, FileExistsError):
         return _AlreadyThereError(where)
+    if code in {"InvalidRange", "416"}:
+        return CorruptObjectError(f"{where}: is shorter than its header says")
     if code == "NoSuchBucket":
         return BucketMissingError(f"{uri}: the bucket does not exist: create it, or correct the address")
     if code in _CREDENTIALS:
@@ -213,9 +217,7 @@ def explain(problem: BaseException, operation: str, uri: str, key: str) -> Diloc
         "SSOTokenLoadError",
         "ProfileNotFound",
     }:
-        return AccessDeniedError(
-            f"{uri}: no usable AWS credentials ({problem}): run `aws configure`, or set AWS_PROFILE"
-        )
+        return AccessDeniedError(f"{uri}: no usable AWS credentials ({said}): run `aws configure`, or set AWS_PROFILE")
     if isinstance(problem, PermissionError) or code in {"403", "AccessDenied"}:
         permission = _PERMISSIONS[operation] if uri.startswith("s3:") else f"permission to {operation}"
         return AccessDeniedError(f"{where}: access denied on {operation}: these credentials need {permission} there")
@@ -224,14 +226,12 @@ def explain(problem: BaseException, operation: str, uri: str, key: str) -> Diloc
     if code in {"409", "ConditionalRequestConflict", "OperationAborted"} or isinstance(
         problem, (TimeoutError, ConnectionError)
     ):
-        return StoreUnreachableError(f"{where}: no answer on {operation}: {str(problem) or 'time-out'}")
+        return StoreUnreachableError(f"{where}: no answer on {operation}: {said or 'time-out'}")
     if name in _UNREACHABLE or code in _TRANSIENT:
-        return StoreUnreachableError(
-            f"{where}: no answer on {operation}: {problem}; check the endpoint and the network"
-        )
+        return StoreUnreachableError(f"{where}: no answer on {operation}: {said}; check the endpoint and the network")
     if name in {"InvalidBucketName", "ParamValidationError", "InvalidRegionError", "NoRegionError"}:
-        return ConfigurationError(f"{uri}: {' '.join(str(problem).split())}")
-    return StoreError(f"{where}: {operation} failed: {name}: {' '.join(str(problem).split())}")
+        return ConfigurationError(f"{uri}: {said}")
+    return StoreError(f"{where}: {operation} failed: {name}: {said}")
 
 
 def _code(problem: BaseException | None) -> str | None:

@@ -12,6 +12,7 @@ over.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -20,6 +21,8 @@ from diloco.errors import CorruptObjectError
 from diloco.exchange import layout
 from diloco.exchange.records import Header, LeftOut, Participant
 from diloco.exchange.store import read_if_there
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -70,47 +73,60 @@ def decide(
     rejected: Mapping[layout.Member, str],
     waited_for: AbstractSet[int],
     grace_over: bool,
+    refused: Mapping[int, str] | None = None,
 ) -> Proposal | Waiting | Ended:
     """What the headers of a round (the highest attempt of each rank) allow.
 
-    `rejected` are contributions whose payload was examined and refused: they count as seen, and are left out and named.
+    `rejected` are contributions whose payload was examined and refused: they are left out and named, and do not count
+    towards `min_replicas`, or one replica with another model could outvote all others by rejecting them. `refused` are
+    ranks whose header itself can't be used, and why; nothing else can come from them in this round.
     """
-    groups: defaultdict[str, list[int]] = defaultdict(list)
-    for rank in sorted(headers):
-        groups[headers[rank].base_digest].append(rank)
+    unusable = dict(refused or {})
     if rules.policy == "strict":
+        guests = [rank for rank in headers if rank >= rules.world_size]
+        headers = {rank: header for rank, header in headers.items() if rank < rules.world_size}
+        if (reason := _strict_objection(headers, rejected, unusable)) is not None:
+            return Ended(reason)
         missing = [rank for rank in range(rules.world_size) if rank not in headers]
         if missing:
             return Waiting([f"rank {rank}" for rank in missing], enough=False)
-        if (reason := _strict_objection(headers, groups, rejected)) is not None:
-            return Ended(reason)
-    ranked = sorted(groups.items(), key=lambda item: -len(item[1]))
-    if not ranked or len(ranked[0][1]) < rules.min_replicas:
-        have = len(ranked[0][1]) if ranked else 0
-        return Waiting([f"min_replicas ({have} of {rules.min_replicas})", *_missing(headers, waited_for)], enough=False)
-    if len(ranked) > 1 and len(ranked[1][1]) == len(ranked[0][1]):
+        unusable |= {rank: f"a strict run has only {rules.world_size} ranks" for rank in sorted(guests)}
+    groups: defaultdict[str, int] = defaultdict(int)
+    for header in headers.values():
+        groups[header.base_digest] += header.member not in rejected
+    ranked = sorted(groups.items(), key=lambda item: -item[1])
+    late = sorted(waited_for - headers.keys() - unusable.keys())
+    if not ranked or ranked[0][1] < rules.min_replicas:
+        have = ranked[0][1] if ranked else 0
+        return Waiting([f"min_replicas ({have} of {rules.min_replicas})", *_named(late)], enough=False)
+    if len(ranked) > 1 and ranked[1][1] == ranked[0][1]:
         return Waiting(["a replica to break the tie between two states"], enough=False)
-    missing = sorted(waited_for - headers.keys())
-    if rules.policy == "skip" and missing and not grace_over:
-        return Waiting(_missing(headers, waited_for), enough=True)
-    return _propose(ranked[0][0], headers, rejected, missing)
+    if rules.policy == "skip" and late and not grace_over:
+        return Waiting(_named(late), enough=True)
+    return _propose(ranked[0][0], headers, rejected, unusable, late)
 
 
-def _missing(headers: Mapping[int, Header], waited_for: AbstractSet[int]) -> list[str]:
-    return [f"rank {rank}" for rank in sorted(waited_for - headers.keys())]
+def _named(ranks: list[int]) -> list[str]:
+    return [f"rank {rank}" for rank in ranks]
 
 
 def _strict_objection(
-    headers: Mapping[int, Header], groups: Mapping[str, list[int]], rejected: Mapping[layout.Member, str]
+    headers: Mapping[int, Header], rejected: Mapping[layout.Member, str], unusable: Mapping[int, str]
 ) -> str | None:
-    for header in headers.values():
+    for rank, reason in unusable.items():
+        if rank not in headers:
+            return f"rank {rank}: {reason}"
+    sides: defaultdict[str, list[int]] = defaultdict(list)
+    for rank in sorted(headers):
+        header = headers[rank]
         if header.member in rejected:
             return f"{header.member}: {rejected[header.member]}"
         if header.kind == "abstention" and header.reason != CAUGHT_UP:
             return f"{header.member} abstains: {header.reason}"
-    if len(groups) > 1:
-        sides = "; ".join(f"ranks {', '.join(map(str, ranks))} hold {digest[:12]}" for digest, ranks in groups.items())
-        return f"replicas hold different parameters: {sides}"
+        sides[header.base_digest].append(rank)
+    if len(sides) > 1:
+        named = "; ".join(f"ranks {', '.join(map(str, ranks))} hold {digest[:12]}" for digest, ranks in sides.items())
+        return f"replicas hold different parameters: {named}"
     return None
 
 
@@ -119,10 +135,15 @@ NOT_FINITE = "its pseudo-gradient holds NaN or Inf: lower the learning rate, or 
 
 
 def _propose(
-    base: str, headers: Mapping[int, Header], rejected: Mapping[layout.Member, str], late: list[int]
+    base: str,
+    headers: Mapping[int, Header],
+    rejected: Mapping[layout.Member, str],
+    unusable: Mapping[int, str],
+    late: list[int],
 ) -> Proposal:
     participants: list[Participant] = []
     left_out = [LeftOut(rank=rank, attempt=None, reason="late") for rank in late]
+    left_out += [LeftOut(rank=rank, attempt=None, reason=why) for rank, why in unusable.items() if rank not in headers]
     for rank in sorted(headers):
         header = headers[rank]
         reason = rejected.get(header.member)
@@ -152,6 +173,12 @@ class HeaderReader:
     refused: dict[str, str] = field(default_factory=dict)
     """Key → why an object under the headers' prefix is not used."""
 
+    @property
+    def refused_ranks(self) -> dict[int, str]:
+        """The same by rank, of those keys that are a rank's header."""
+        members = {key: layout.parse_member(key) for key in self.refused}
+        return {member.rank: self.refused[key] for key, member in members.items() if member is not None}
+
     async def read(self) -> dict[int, Header]:
         """The highest attempt's header of each rank that has one."""
         for entry in await self.store.list(layout.headers(self.round)):
@@ -170,13 +197,17 @@ class HeaderReader:
                 return None
             header = Header.from_json(data, key)
         except CorruptObjectError as problem:
-            self.refused[key] = str(problem)
+            self._refuse(key, str(problem))
             return None
         problem_text = self._objection(header, key)
         if problem_text is not None:
-            self.refused[key] = problem_text
+            self._refuse(key, problem_text)
             return None
         return header
+
+    def _refuse(self, key: str, reason: str) -> None:
+        self.refused[key] = reason
+        logger.warning("round %d: %s is not used: %s", self.round, key, reason)
 
     def _objection(self, header: Header, key: str) -> str | None:
         if key != layout.header(header.round, header.member) or header.round != self.round:

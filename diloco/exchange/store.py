@@ -227,7 +227,10 @@ async def _deleted_after(store: Store, key: str) -> AsyncIterator[None]:
 
 async def _probe(store: Store) -> None:
     key = f"{layout.PROBES}{new_nonce()}.json"
-    await store.create(key, b"first")
+    try:
+        await store.create(key, b"first")
+    except OutcomeUnknownError as problem:
+        raise StoreUnreachableError(str(problem)) from problem
     async with _deleted_after(store, key):
         second = await store.create(key, b"second")
         if second or await store.read(key) != b"first":

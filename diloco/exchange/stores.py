@@ -48,9 +48,11 @@ class MemoryStore(Store):
             raise ObjectMissingError(f"{self.uri}/{key}") from None
 
     async def _create(self, key: str, data: bytes | bytearray) -> bool:
-        mine = bytes(data)
         with self._lock:
-            return self._objects.setdefault(key, mine) is mine
+            if key in self._objects:
+                return False
+            self._objects[key] = bytes(data)
+            return True
 
     async def _write(self, key: str, data: bytes | bytearray) -> None:
         self._objects[key] = bytes(data)

@@ -14,7 +14,7 @@ import torch
 
 from diloco.errors import CorruptObjectError, RoundError
 from diloco.exchange import checkpoint, ending, layout, membership
-from diloco.exchange.allreduce import Fragment, ObjectStoreAllReduce, Outcome
+from diloco.exchange.allreduce import Fragment, ObjectStoreAllReduce
 from diloco.exchange.clock import SystemClock
 from diloco.exchange.context import Context
 from diloco.exchange.layout import Member
@@ -23,7 +23,7 @@ from diloco.exchange.rounds import NOT_FINITE
 from diloco.exchange.settings import ExchangeSettings
 from diloco.exchange.state import FragmentState, OuterStep, whole_digest
 from diloco.exchange.store import open_store
-from tests.support.virtual import run_record
+from tests.support.virtual import Settled, run_record, settle
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -49,7 +49,7 @@ def by_hand(*ranks: int) -> bytes:
 
 
 def bits(outcome: object) -> bytes:
-    assert isinstance(outcome, Outcome), outcome
+    assert isinstance(outcome, Settled), outcome
     assert outcome.mean is not None
     return outcome.mean.numpy().tobytes()
 
@@ -80,9 +80,9 @@ class Members:
 
     async def take_part(
         self, rank: int, *, values: torch.Tensor | None = None, fragment: Fragment = FRAGMENT
-    ) -> Outcome:
+    ) -> Settled:
         await self.contribute(rank, values, fragment)
-        return await self.all[rank].settle(0, fragment)
+        return await settle(self.all[rank], 0, fragment)
 
     async def contribute(
         self, rank: int, values: torch.Tensor | None = None, fragment: Fragment = FRAGMENT
@@ -121,7 +121,7 @@ def test_all_get_the_same_bits(store_uri: str, policy: str) -> None:
 
 def test_a_straggler_is_left_out_and_applies_the_mean_all_the_same(store_uri: str) -> None:
     async def scenario(members: Members) -> None:
-        async def late() -> Outcome:
+        async def late() -> Settled:
             await members.committed()
             return await members.take_part(2)
 
@@ -141,7 +141,7 @@ def test_a_second_contribution_of_a_round_uploads_nothing(store_uri: str) -> Non
         before = await store.read(key)
         await members.contribute(0, gradient(7))
         assert await store.read(key) == before
-        outcomes = await asyncio.gather(members.all[0].settle(0, FRAGMENT), *(members.take_part(r) for r in (1, 2)))
+        outcomes = await asyncio.gather(settle(members.all[0], 0, FRAGMENT), *(members.take_part(r) for r in (1, 2)))
         assert {bits(outcome) for outcome in outcomes} == {by_hand(0, 1, 2)}
         assert store.stats.bytes_up - sent < NUMEL
 
@@ -271,7 +271,7 @@ def test_a_run_from_its_first_claim_to_its_result(store_uri: str) -> None:
                 generator = torch.Generator().manual_seed(100 * round_ + rank)
                 values = torch.randn(4, 6, generator=generator)
                 await allreduce.contribute(round_, fragment, [values], weight=1)
-                outcome = await allreduce.settle(round_, fragment)
+                outcome = await settle(allreduce, round_, fragment)
                 assert outcome.mean is not None
                 mine.apply(outcome.mean, step, round_)
             again = state(seed=9)

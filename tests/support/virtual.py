@@ -8,7 +8,10 @@ all members sleep.
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
 
 from diloco.exchange.context import Context
 from diloco.exchange.layout import Member
@@ -19,6 +22,8 @@ from tests.support.stores import WrappedStore
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Generator
 
+    from diloco.exchange.allreduce import Fragment, ObjectStoreAllReduce
+    from diloco.exchange.records import Commit
     from diloco.exchange.store import Store
 
 T = TypeVar("T")
@@ -180,3 +185,18 @@ def member_context(
         run=run,
         jitter=random.Random(world.random.random()),
     )
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A settled round with its mean (fp32, shape [numel]), None if nobody took part."""
+
+    commit: Commit
+    mean: torch.Tensor | None
+
+
+async def settle(allreduce: ObjectStoreAllReduce, round_: int, fragment: Fragment) -> Settled:
+    """Settle a round into a tensor of its own."""
+    mean = torch.empty(fragment.numel)
+    outcome = await allreduce.settle(round_, fragment, [mean])
+    return Settled(outcome.commit, mean if outcome.averaged else None)

@@ -18,7 +18,7 @@ from diloco.exchange.records import Beat, Commit, Header, Participant
 from diloco.exchange.rounds import CAUGHT_UP, NOT_FINITE
 from diloco.exchange.stores import MemoryStore
 from tests.support.stores import WrappedStore
-from tests.support.virtual import World, member_context, run_record
+from tests.support.virtual import Settled, World, member_context, run_record, settle
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -44,7 +44,7 @@ def by_hand(ranks: list[int], round_: int = 0) -> bytes:
     return mean.tobytes()
 
 
-def bits(outcome: Outcome) -> bytes:
+def bits(outcome: Settled) -> bytes:
     assert outcome.mean is not None
     return outcome.mean.numpy().tobytes()
 
@@ -71,14 +71,14 @@ class Run:
         fragment: Fragment = FRAGMENT,
         member: ObjectStoreAllReduce | None = None,
         round_: int = 0,
-    ) -> Outcome:
+    ) -> Settled:
         member = member or self.member(rank)
         await self.world.sleep(after)
         values = gradient(rank, round_) if values is None else values
         await member.contribute(round_, fragment, [values], weight=rank + 1)
-        return await member.settle(round_, fragment)
+        return await settle(member, round_, fragment)
 
-    def together(self, *members: Coroutine[Any, Any, Outcome]) -> list[Task[Outcome]]:
+    def together(self, *members: Coroutine[Any, Any, Settled]) -> list[Task[Settled]]:
         tasks = [self.world.start(member, f"member {number}") for number, member in enumerate(members)]
         self.world.run()
         return tasks
@@ -152,7 +152,7 @@ def test_who_loses_the_commit_averages_what_the_winner_named() -> None:
     rival = commit_of(*named)
     member = run.member(0)
     member.context.store = Outrun(run.store, layout.commit(0), rival.to_json())
-    [outcome] = run.world.complete(member.settle(0, FRAGMENT))
+    [outcome] = run.world.complete(settle(member, 0, FRAGMENT))
     assert outcome.commit == rival
     assert bits(outcome) == by_hand([0, 2])
 
@@ -188,12 +188,13 @@ def test_strict_names_whom_it_waited_for_on_every_replica() -> None:
 def test_a_time_out_ends_the_local_process_only() -> None:
     run = Run("strict")
     run.together(run.take_part(0))
-    outcomes = run.world.complete(run.member(0, attempt=2).settle(0, FRAGMENT), run.take_part(1), run.take_part(2))
+    outcomes = run.world.complete(settle(run.member(0, attempt=2), 0, FRAGMENT), run.take_part(1), run.take_part(2))
     assert {bits(outcome) for outcome in outcomes} == {by_hand([0, 1, 2])}
 
 
 def test_a_permanent_straggler_is_soon_waited_for_by_nobody() -> None:
     run = Run("skip", rounds=8)
+    run.world.complete(membership.claim(run.store, 2))
     members = [run.member(rank, grace=50.0) for rank in range(2)]
     record = Beat(rank=2, attempt=1, counter=0, phase="training")
     finished: list[float] = []
@@ -229,7 +230,7 @@ def test_a_second_contribution_of_a_round_uploads_nothing(seed: int) -> None:
     run.world.complete(member.contribute(0, FRAGMENT, [gradient(7)], weight=5))
     assert run.store._objects == before
     assert store.stats.bytes_up == sent
-    outcomes = run.world.complete(member.settle(0, FRAGMENT), run.take_part(1), run.take_part(2))
+    outcomes = run.world.complete(settle(member, 0, FRAGMENT), run.take_part(1), run.take_part(2))
     assert {bits(outcome) for outcome in outcomes} == {by_hand([0, 1, 2])}
 
 
@@ -431,7 +432,7 @@ def test_rounds_that_nobody_contributes_to_end_the_run_at_the_third() -> None:
         member = run.member(rank)
         for round_ in range(8):
             await member.abstain(round_, FRAGMENT, CAUGHT_UP)
-            outcome = await member.settle(round_, FRAGMENT)
+            outcome = await settle(member, round_, FRAGMENT)
             assert outcome.mean is None
             settled.append(round_)
 
@@ -483,14 +484,16 @@ def test_a_zombie_and_its_replacement_give_one_contribution(seed: int) -> None:
     assert len({bits(task.result) for task in tasks}) == 1
 
 
-def test_the_mean_lands_in_the_given_tensor() -> None:
+def test_the_mean_lands_in_the_gradients_themselves() -> None:
     run = Run("skip", world_size=1, min_replicas=1)
-    member, out = run.member(0), torch.zeros(NUMEL)
+    member, gradients = run.member(0), [part.clone() for part in (gradient(0)[:1], gradient(0)[1:])]
 
     async def alone() -> Outcome:
-        await member.contribute(0, FRAGMENT, [gradient(0)], weight=1)
-        return await member.settle(0, FRAGMENT, out)
+        await member.contribute(0, FRAGMENT, gradients, weight=1)
+        for tensor in gradients:
+            tensor.zero_()
+        return await member.settle(0, FRAGMENT, gradients)
 
     [outcome] = run.world.complete(alone())
-    assert outcome.mean is out
-    assert torch.equal(out.view(4, 6), gradient(0))
+    assert outcome.averaged
+    assert torch.equal(torch.cat(gradients), gradient(0))

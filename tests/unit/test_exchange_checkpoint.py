@@ -37,6 +37,9 @@ def states(seed: int, fragments: int = 2) -> list[FragmentState]:
     ]
 
 
+LAYOUT = states(0)[0].layout
+
+
 def digests(found: list[FragmentState]) -> list[str]:
     return [state.digest() for state in found]
 
@@ -73,7 +76,7 @@ class Members:
         self.world.complete(self.store.write(layout.commit(round_), record.to_json()))
 
     def contribute(self, round_: int, rank: int, values: torch.Tensor, weight: int = 1) -> Participant:
-        encoded = codec.encode([values], CODECS["fp32"], chunk_bytes=64, layout="l", metadata={})
+        encoded = codec.encode([values], CODECS["fp32"], chunk_bytes=64, layout=LAYOUT, metadata={})
         self.world.complete(self.store.write(layout.payload(round_, Member(rank, 1)), encoded.data))
         return Participant(rank=rank, attempt=1, weight=weight, payload=encoded.info)
 

@@ -128,7 +128,11 @@ class Watched:
 
     def beat(self, rank: int, counter: int, attempt: int = 1) -> None:
         record = Beat(rank=rank, attempt=attempt, counter=counter, phase="training")
+        self.claim(rank, attempt)
         self.world.complete(self.store.write(layout.beat(Member(rank, attempt)), record.to_json()))
+
+    def claim(self, rank: int, attempt: int = 1) -> None:
+        self.world.complete(self.store.write(layout.claim(Member(rank, attempt)), b"{}"))
 
     def look(self, *present: int, lately: set[int] | None = None) -> set[int]:
         lately = {0, 1, 2, 3} if lately is None else lately
@@ -187,6 +191,13 @@ def test_only_the_newest_attempts_beat_counts() -> None:
     assert waited_for == {0}
 
 
+def test_a_replaced_attempt_does_not_count_before_its_replacement_beats() -> None:
+    watched = Watched(dead_after=100, join_timeout=0)
+    watched.beat(1, 1, attempt=1)
+    watched.claim(1, attempt=2)
+    assert watched.look() == {0}
+
+
 def test_an_observer_that_was_itself_paused_declares_nobody_dead() -> None:
     watched = Watched(dead_after=5, join_timeout=0)
     watched.beat(1, 0)
@@ -213,6 +224,7 @@ def test_beats_are_not_read_at_every_poll() -> None:
 def test_an_alien_beat_is_ignored() -> None:
     watched = Watched(join_timeout=0, dead_after=5)
     watched.beat(1, 0)
+    watched.claim(2)
     watched.world.complete(watched.store.write(layout.beat(Member(2, 1)), b"no beat"))
-    watched.world.complete(watched.store.write(f"{layout.BEATS}readme", b""))
+    watched.world.complete(watched.store.write(f"{layout.MEMBERS}readme", b""))
     assert watched.look() == {0, 1}

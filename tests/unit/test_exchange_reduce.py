@@ -11,6 +11,7 @@ import torch
 
 from diloco.exchange import codec, layout
 from diloco.exchange.codec import CODECS, DATA_OFFSET
+from diloco.exchange.flat import Flat
 from diloco.exchange.layout import Member
 from diloco.exchange.records import Participant, Payload
 from diloco.exchange.reduce import BadPayloadError, check_payload, gather_mean, shares
@@ -39,7 +40,7 @@ def mean(
     store: Store, participants: list[Participant], own: tuple[Member, bytearray] | None = None, numel: int = NUMEL
 ) -> torch.Tensor:
     out = torch.full((numel,), torch.nan)
-    World().complete(gather_mean(store, 3, participants, own=own, out=out))
+    World().complete(gather_mean(store, 3, participants, own=own, out=Flat([out])))
     return out
 
 
