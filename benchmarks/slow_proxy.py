@@ -36,8 +36,10 @@ class SlowProxy:
         self._background.stop()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there_reader, there_writer = await asyncio.open_connection(self._host, self._port)
-        await asyncio.gather(self._pipe(reader, there_writer), self._pipe(there_reader, writer))
+        # Cancelled at the end, which asyncio's own stream protocol would report as an error.
+        with contextlib.suppress(asyncio.CancelledError):
+            there_reader, there_writer = await asyncio.open_connection(self._host, self._port)
+            await asyncio.gather(self._pipe(reader, there_writer), self._pipe(there_reader, writer))
 
     async def _pipe(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
         """Late, but not slower: what arrives together leaves together."""
