@@ -1,4 +1,5 @@
-"""What the demo reaches: held-out loss of 4 replicas against plain data parallelism on the same tokens, for several seeds.
+"""What the demo reaches: held-out loss of 4 replicas against plain data parallelism on the same tokens, for several
+seeds.
 
 Claims: the loss falls by at least 1.0 nat, ends within 5 % of the baseline's, and all replicas hold the same bits.
 """

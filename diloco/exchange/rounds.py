@@ -90,7 +90,7 @@ def decide(
         missing = [rank for rank in range(rules.world_size) if rank not in headers]
         if missing:
             return Waiting([f"rank {rank}" for rank in missing], enough=False)
-        unusable |= {rank: f"a strict run has only {rules.world_size} ranks" for rank in sorted(guests)}
+        unusable |= dict.fromkeys(sorted(guests), f"a strict run has only {rules.world_size} ranks")
     groups: defaultdict[str, int] = defaultdict(int)
     for header in headers.values():
         groups[header.base_digest] += header.member not in rejected
