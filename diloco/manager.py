@@ -20,26 +20,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.distributed_c10d import Work
 
-from diloco.errors import ConfigurationError, DilocoError
-from diloco.exchange import checkpoint, ending, membership, rounds
-from diloco.exchange.allreduce import Fragment, ObjectStoreAllReduce, Outcome
+from diloco.errors import ConfigurationError, CorruptObjectError, DilocoError, StoreError
+from diloco.exchange import ending, inner
+from diloco.exchange.replica import Replica, Turn
 from diloco.exchange.settings import ExchangeSettings
-from diloco.exchange.state import whole_digest
 from diloco.exchange.store import open_store
 from diloco.presence import Presence
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Generator, Sequence
     from concurrent.futures import Future
     from datetime import timedelta
-    from typing import TypeVar
 
+    from diloco.exchange.checkpoint import Snapshot
     from diloco.exchange.clock import Clock
-    from diloco.exchange.records import RunRecord, RunResult
+    from diloco.exchange.records import Commit, RunRecord, RunResult
     from diloco.exchange.state import FragmentState, OuterStep
     from diloco.exchange.store import Store
-
-    T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +71,10 @@ class Attached:
     step: OuterStep
     prepare_step: int
     """The inner step of a round after which its pseudo-gradient is taken, from 1."""
+    copy_inner: Callable[[], dict[str, torch.Tensor]]
+    """Copy the inner optimizer's state."""
+    load_inner: Callable[[dict[str, torch.Tensor]], object]
+    """Take over such a copy."""
     load_globals: Callable[[], None]
     """Set every parameter to its global value."""
     reset_inner: Callable[[], None]
@@ -84,16 +85,11 @@ class Attached:
 
 @dataclass
 class _Round:
-    """The round in flight."""
+    """The round in flight, as torchft hands it over tensor by tensor."""
 
-    number: int
-    fragment: int
-    abstain: str | None = None
+    turn: Turn
     tensors: list[torch.Tensor] = field(default_factory=list)
-    future: Future[Outcome] | None = None
-    weight: int = 0
-    """Tokens, else inner steps, behind the pseudo-gradient: as they were when it was taken, not when it is sent."""
-    not_finite: bool = False
+    future: Future[None] | None = None
 
 
 class ObjectStoreManager:
@@ -133,15 +129,20 @@ class ObjectStoreManager:
         )
         self.progress = self.presence.progress
         self._model: Attached | None = None
-        self._allreduce: ObjectStoreAllReduce | None = None
-        self._round_number = 0
+        self._replica: Replica | None = None
         self._local_step = 0
         self._round: _Round | None = None
         self._head: Future[bool] | None = None
-        self._applied: tuple[_Round, Outcome] | None = None
+        self._over: Turn | None = None
+        """The turn whose outcome torchft is applying."""
         self._tokens: list[int] = []
         self._steps: list[int] = []
-        self._digests: list[Future[str]] = []
+        self._writing: Future[None] | None = None
+
+    @property
+    def run(self) -> RunRecord:
+        """What the run agreed on. RuntimeError before a model is attached."""
+        return self._attached().run
 
     # ---- joining
 
@@ -156,22 +157,30 @@ class ObjectStoreManager:
         """
         self.presence.start()
         self._model = model
-        self.presence.call(self._take_over(model))
+        inner = self.presence.call(self._enter(model))
         model.load_globals()
+        if inner is not None:
+            model.load_inner(inner)
         self._tokens = [0] * len(model.states)
         self._steps = [0] * len(model.states)
         self._note_step()
         self.progress.start_training()
 
-    async def _take_over(self, model: Attached) -> None:
-        model.run = await membership.agree_on_run(self.presence.store, model.run)
-        context = self.presence.enter(model.run)
-        self._allreduce = ObjectStoreAllReduce(context)
-        initial = await checkpoint.agree_on_initial(context, model.states)
-        manifest = await checkpoint.newest_checkpoint(context) or initial
-        await checkpoint.load_checkpoint(context, manifest, model.states)
-        self._round_number = await checkpoint.replay(context, model.states, manifest.round, model.step)
-        self._digests = [self._hash(state) for state in model.states]
+    async def _enter(self, model: Attached) -> dict[str, torch.Tensor] | None:
+        presence = self.presence
+        self._replica = await Replica.enter(
+            presence.store,
+            presence.clock,
+            presence.member,
+            presence.settings,
+            model.run,
+            model.states,
+            model.step,
+            self._start_digest,
+        )
+        presence.context = self._replica.context
+        model.run = self._replica.context.run
+        return await inner.load(self._replica.context, self._replica.round)
 
     # ---- what torchft's DiLoCo calls
 
@@ -181,10 +190,10 @@ class ObjectStoreManager:
     def disallow_state_dict_read(self) -> None:
         """Before each inner step."""
         self.after_apply()
-        model = self._attached()
-        if self._local_step + 1 == model.prepare_step and self._round_number < model.run.rounds:
+        replica = self._in_run()
+        if self._local_step + 1 == self._attached().prepare_step and replica.round < self.run.rounds:
             # Asked while the inner step runs, so that start_quorum finds the answer.
-            self._head = self.presence.background.submit(self._is_committed(self._round_number))
+            self._head = self.presence.background.submit(replica.is_committed(replica.round))
 
     def allow_state_dict_read(self) -> None:
         """After each inner step."""
@@ -197,36 +206,20 @@ class ObjectStoreManager:
         """Before a pseudo-gradient is taken: catch up if its round was committed without this replica, which then
         abstains.
         """
-        model = self._attached()
-        if self._round_number >= model.run.rounds:
-            return
+        model, replica = self._attached(), self._in_run()
         model.check_buffers()
         head, self._head = self._head, None
-        abstain = None
-        if self.presence.wait(head or self.presence.background.submit(self._is_committed(self._round_number))):
-            self.presence.call(self._catch_up())
+        turn = self.presence.call(replica.quorum(self.presence.wait(head) if head is not None else None))
+        self._round = _Round(turn) if turn is not None else None
+        if turn is None or turn.abstain is not None:
             model.load_globals()
+            self._tokens = [0] * len(model.states)
+            self._steps = [0] * len(model.states)
             self._note_step()
-            abstain = rounds.CAUGHT_UP
-        if self._round_number < model.run.rounds:
-            self._round = _Round(self._round_number, self._round_number % model.run.fragments, abstain)
-
-    async def _is_committed(self, round_: int) -> bool:
-        return await checkpoint.read_commit(self.presence.store, round_) is not None
-
-    async def _catch_up(self) -> None:
-        model = self._attached()
-        await asyncio.gather(*(asyncio.wrap_future(digest) for digest in self._digests))
-        self._round_number = await checkpoint.replay(
-            self._exchanger().context, model.states, self._round_number, model.step
-        )
-        self._digests = [self._hash(state) for state in model.states]
-        self._tokens = [0] * len(model.states)
-        self._steps = [0] * len(model.states)
 
     def current_step(self) -> int:
         """The round: constant between its `start_quorum` and its `should_commit`."""
-        return self._round_number
+        return self._in_run().round
 
     def allreduce(self, tensor: torch.Tensor, should_quantize: bool = False) -> RoundWork:
         """Average one parameter's pseudo-gradient (fp32, any shape) in place; returns before any peer has answered."""
@@ -236,73 +229,78 @@ class ObjectStoreManager:
         if round_ is None:
             return RoundWork(lambda: None, lambda: True)
         round_.tensors.append(tensor)
-        if len(round_.tensors) == len(self._attached().call_order[round_.fragment]):
-            round_.weight = self._tokens[round_.fragment] or self._steps[round_.fragment]
+        fragment = round_.turn.fragment
+        if len(round_.tensors) == len(self._attached().call_order[fragment]):
+            round_.turn.weight = max(self._tokens[fragment] or self._steps[fragment], 1)
             round_.future = self.presence.background.submit(self._exchange(round_))
-        return RoundWork(lambda: self._settled(round_), lambda: round_.future is not None and round_.future.done())
+        return RoundWork(lambda: self._settle(round_), lambda: round_.future is not None and round_.future.done())
 
-    def _settled(self, round_: _Round) -> Outcome:
+    def _settle(self, round_: _Round) -> None:
         if round_.future is None:
-            raise RuntimeError(f"round {round_.number}: torchft waits for a payload of which tensors are missing")
-        return self.presence.wait(round_.future)
+            raise RuntimeError(f"round {round_.turn.round}: torchft waits for a payload of which tensors are missing")
+        self.presence.wait(round_.future)
 
-    async def _exchange(self, round_: _Round) -> Outcome:
-        allreduce = self._exchanger()
-        state = self._attached().states[round_.fragment]
-        base = await asyncio.wrap_future(self._digests[round_.fragment])
-        self.progress.digest, self.progress.digest_round = base, state.last_round
-        fragment = Fragment(round_.fragment, state.numel, state.layout, base)
-        by_name = dict(zip(self._attached().call_order[round_.fragment], round_.tensors, strict=True))
-        tensors = [by_name[name] for name in state.names]
-        if round_.abstain is not None:
-            await allreduce.abstain(round_.number, fragment, round_.abstain)
-        else:
-            reason = await allreduce.contribute(round_.number, fragment, tensors, weight=round_.weight)
-            round_.not_finite = reason is not None
+    async def _exchange(self, round_: _Round) -> None:
+        by_name = dict(zip(self._attached().call_order[round_.turn.fragment], round_.tensors, strict=True))
+        tensors = [by_name[name] for name in self._attached().states[round_.turn.fragment].names]
         # On the CPU the mean is added up in the gradients themselves; a GPU's get it in one copy.
         here = [tensor if _in_place(tensor) else torch.empty(tensor.shape, dtype=torch.float32) for tensor in tensors]
-        outcome = await allreduce.settle(round_.number, fragment, here)
+        await self._in_run().exchange(round_.turn, tensors, here)
         for tensor, mean in zip(tensors, here, strict=True):
-            if outcome.averaged and tensor is not mean:
+            if round_.turn.averaged and tensor is not mean:
                 tensor.copy_(mean)
-        return outcome
 
     def should_commit(self) -> bool:
-        """Whether torchft applies the mean: not past the last round, nor when nobody contributed."""
+        """Whether torchft applies the mean: not past the last round, when nobody contributed, or when this replica is
+        lost.
+        """
         round_, self._round = self._round, None
+        self._local_step = 0
         if round_ is None:
             return False
-        outcome = self._settled(round_)
-        self._applied = (round_, outcome)
-        self._round_number += 1
-        self._local_step = 0
-        self._tokens[round_.fragment] = 0
-        self._steps[round_.fragment] = 0
-        self._note_step()
-        return outcome.averaged
+        self._settle(round_)
+        self._over = round_.turn
+        self._tokens[round_.turn.fragment] = 0
+        self._steps[round_.turn.fragment] = 0
+        return round_.turn.averaged
 
     def after_apply(self) -> None:
-        """Once torchft has applied a round, and before anything else happens: digest the fragment; recover from NaN."""
-        if self._applied is None:
+        """Once torchft has applied a round, and before anything else happens: digest, checkpoint, recover from NaN."""
+        turn, self._over = self._over, None
+        if turn is None:
             return
-        (round_, outcome), self._applied = self._applied, None
-        model = self._attached()
-        if outcome.averaged:
-            state = model.states[round_.fragment]
-            state.last_round = round_.number
-            self._digests[round_.fragment] = self._hash(state)
-            self.progress.rounds_applied += 1
-        named = ", ".join(f"rank {out.rank} ({out.reason})" for out in outcome.commit.left_out)
-        logger.info(
-            "round %d: averaged ranks %s%s",
-            round_.number,
-            [participant.rank for participant in outcome.commit.participants],
-            f"; left out: {named}" if named else "",
-        )
-        if round_.not_finite:
+        model, replica = self._attached(), self._in_run()
+        snapshot = replica.applied(turn)
+        self._note_step()
+        if turn.outcome is not None:
+            self.progress.rounds_applied += turn.averaged
+            _log(turn, turn.outcome.commit)
+        if turn.not_finite:
             # The other fragments are poisoned too, and so are the inner optimizer's moments.
             model.load_globals()
             model.reset_inner()
+        if turn.outcome is not None and replica.round % self.presence.settings.checkpoint_every == 0:
+            self._save(snapshot, model.copy_inner() if replica.round < self.run.rounds else {})
+
+    def _save(self, snapshot: Snapshot | None, state: dict[str, torch.Tensor]) -> None:
+        """Write a checkpoint and this replica's own state in the background; one such writing at a time."""
+        if self._writing is not None and not self._writing.done():
+            logger.warning(
+                "round %d: the last checkpoint is still being written; this one is left out", self.run.rounds
+            )
+            return
+        self._writing = self.presence.background.submit(self._write(snapshot, state, self._in_run().round))
+
+    async def _write(self, snapshot: Snapshot | None, state: dict[str, torch.Tensor], round_: int) -> None:
+        replica = self._in_run()
+        try:
+            if state:
+                await inner.save(replica.context, round_, state)
+            if snapshot is not None:
+                await replica.write(snapshot)
+        except (StoreError, CorruptObjectError) as problem:
+            # The run goes on: the next checkpoint is another chance, and the ones before it are whole.
+            logger.warning("%s: checkpoint %d was not written: %s", replica.context.member, round_, problem)
 
     # ---- what the trainer tells, and the end
 
@@ -310,7 +308,7 @@ class ObjectStoreManager:
     def inner_step(self) -> int:
         """The global inner step that comes next, from 0: a function of the round and the step within it."""
         run = self._attached().run
-        return self._round_number * (run.sync_every // run.fragments) + self._local_step
+        return self._in_run().round * (run.sync_every // run.fragments) + self._local_step
 
     def report(self, *, loss: float | None = None, tokens: int = 0) -> None:
         """Note one inner step's training loss (nats a token) and its tokens, before the optimizer's step; tokens
@@ -323,7 +321,7 @@ class ObjectStoreManager:
 
     def report_evaluation(self, loss: float) -> None:
         """Note the held-out loss (nats a token) of the global parameters at this round's beginning."""
-        self.presence.report_evaluation(self._round_number, loss)
+        self.presence.report_evaluation(self._in_run().round, loss)
 
     def finish(self, save: Callable[[Path], None] | None) -> RunResult:
         """Set every parameter to its global value, vote, and wait for the result; write the model if it falls to this
@@ -332,21 +330,18 @@ class ObjectStoreManager:
         `save(folder)` writes the trained model into a fresh folder. Raises DilocoError when the run's rounds are not
         all done.
         """
-        model = self._attached()
+        model, replica = self._attached(), self._in_run()
         self.after_apply()
-        if self._round_number < model.run.rounds:
+        if replica.round < self.run.rounds:
             raise DilocoError(
-                f"{self.presence.member}: finish() at inner step {self.inner_step}, in round {self._round_number} of "
-                f"{model.run.rounds}: train through all of outer.steps() first"
+                f"{self.presence.member}: finish() at inner step {self.inner_step}, in round {replica.round} of "
+                f"{self.run.rounds}: train through all of outer.steps() first"
             )
         model.load_globals()
         self.progress.end_training()
-        digests = [self.presence.wait(digest) for digest in self._digests]
-        digest = whole_digest(digests)
-        self.progress.digest, self.progress.digest_round = digest, model.run.rounds
-        context = self._exchanger().context
-        self.presence.call(ending.vote(context, digest))
-        found = self.presence.call(ending.await_result(context, digest))
+        digest = self.presence.call(replica.final_digest())
+        self.progress.digest, self.progress.digest_round = digest, self.run.rounds
+        found = self.presence.call(replica.vote())
         if not isinstance(found, list):
             return found
         with tempfile.TemporaryDirectory(prefix="diloco-model-") as folder:
@@ -355,7 +350,7 @@ class ObjectStoreManager:
                 save(Path(folder))
             uri = self.presence.settings.output_uri
             output = open_store(uri) if uri is not None else None
-            return self.presence.call(ending.write_result(context, digest, found, model_folder, output))
+            return self.presence.call(ending.write_result(replica.context, digest, found, model_folder, output))
 
     def close(self, *, trainer: dict[str, Any] | None = None, problem: BaseException | None = None) -> None:
         """End: write what there is to report; see :meth:`diloco.presence.Presence.close`."""
@@ -368,16 +363,38 @@ class ObjectStoreManager:
             raise RuntimeError("no model is attached: call make_diloco_outer_loop first")
         return self._model
 
-    def _exchanger(self) -> ObjectStoreAllReduce:
-        if self._allreduce is None:
+    def _in_run(self) -> Replica:
+        if self._replica is None:
             raise RuntimeError("no model is attached: call make_diloco_outer_loop first")
-        return self._allreduce
+        return self._replica
 
     def _note_step(self) -> None:
-        self.progress.step, self.progress.round = self.inner_step, self._round_number
+        self.progress.step, self.progress.round = self.inner_step, self._in_run().round
 
-    def _hash(self, state: FragmentState) -> Future[str]:
-        return self.presence.background.submit(asyncio.to_thread(state.digest))
+    def _start_digest(self, state: FragmentState) -> Awaitable[str]:
+        future = self.presence.background.submit(asyncio.to_thread(state.digest))
+        future.add_done_callback(lambda done: self._note_digest(state, done))
+        return _InBackground(future)
+
+    def _note_digest(self, state: FragmentState, done: Future[str]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            self.progress.digest, self.progress.digest_round = done.result(), state.last_round
+
+
+class _InBackground:
+    """A future of the background thread, awaitable there any number of times."""
+
+    def __init__(self, future: Future[str]) -> None:
+        self._future = future
+
+    def __await__(self) -> Generator[Any, None, str]:
+        return asyncio.wrap_future(self._future).__await__()
+
+
+def _log(turn: Turn, commit: Commit) -> None:
+    named = ", ".join(f"rank {out.rank} ({out.reason})" for out in commit.left_out)
+    ranks = [participant.rank for participant in commit.participants]
+    logger.info("round %d: averaged ranks %s%s", turn.round, ranks, f"; left out: {named}" if named else "")
 
 
 def _in_place(tensor: torch.Tensor) -> bool:

@@ -28,6 +28,7 @@ from diloco.errors import ConfigurationError, DilocoError
 from diloco.exchange.records import RunRecord
 from diloco.exchange.state import FragmentState, OuterStep
 from diloco.fragments import fragment_model
+from diloco.inner_optimizer import copy_state, load_state
 from diloco.manager import Attached
 
 if TYPE_CHECKING:
@@ -215,6 +216,8 @@ def make_diloco_outer_loop(
             call_order=[[name for name, _ in fragment.named_parameters()] for fragment in model.fragments],
             step=step,
             prepare_step=schedule.prepare_step,
+            copy_inner=lambda: copy_state(inner_optimizer),
+            load_inner=lambda tensors: load_state(inner_optimizer, tensors),
             load_globals=lambda: _load_globals(model, states),
             reset_inner=inner_optimizer.state.clear,
             check_buffers=model.check_buffers,

@@ -10,8 +10,8 @@ from diloco.background import Background
 from diloco.errors import ConfigurationError, DilocoError, ExitCode, FencedError, StoreError
 from diloco.exchange import layout, membership
 from diloco.exchange.clock import SystemClock
-from diloco.exchange.context import Context
 from diloco.exchange.records import ErrorReport, Evaluation
+from diloco.exchange.retrying import RetryingStore
 from diloco.exchange.store import check_store, create_once, open_store
 from diloco.progress import Progress
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from typing import TypeVar
 
     from diloco.exchange.clock import Clock
+    from diloco.exchange.context import Context
     from diloco.exchange.layout import Member
-    from diloco.exchange.records import RunRecord
     from diloco.exchange.settings import ExchangeSettings
     from diloco.exchange.store import Store
 
@@ -58,10 +58,11 @@ class Presence:
         self.world_size = world_size
         self.settings = settings
         self.progress = Progress()
-        self.store = store or open_store(rendezvous_uri)
+        self.clock = clock or SystemClock()
+        self._bare_store = store or open_store(rendezvous_uri)
+        self.store = RetryingStore(self._bare_store, self.clock, budget=settings.retry_for)
         self.background = Background(f"diloco-exchange-{rank}")
         self.context: Context | None = None
-        self._clock = clock or SystemClock()
         self._launcher = launcher
         self._member: Member | None = None
         self._evaluations: list[Future[object]] = []
@@ -81,17 +82,12 @@ class Presence:
         """
 
         async def join() -> Member:
-            await check_store(self.store)
+            await check_store(self._bare_store)
             return await membership.claim(self.store, self.rank, launcher=self._launcher)
 
         if self._member is None:
             self._member = self.background.call(join())
             self.background.submit(self._beat_for_ever())
-
-    def enter(self, run: RunRecord) -> Context:
-        """The context of this member in a run that all have agreed on."""
-        self.context = Context(self.store, self._clock, self.member, self.settings, run)
-        return self.context
 
     def wait(self, work: Future[T]) -> T:
         """Block the training thread on background work; the time counts as waiting."""
@@ -116,7 +112,7 @@ class Presence:
             except StoreError as problem:
                 # A beat may be lost: if the store stays away, the round itself says so.
                 logger.warning("%s: a beat was not written: %s", self.member, problem)
-            await self._clock.sleep(self.settings.beat_every)
+            await self.clock.sleep(self.settings.beat_every)
 
     async def _beat(self) -> None:
         waiting_for = list(self.context.waiting_for) if self.context is not None else []

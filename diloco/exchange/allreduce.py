@@ -18,6 +18,7 @@ from diloco.exchange import codec, layout, rounds
 from diloco.exchange.checkpoint import committed_mean, read_commit
 from diloco.exchange.clock import Timer
 from diloco.exchange.flat import Flat
+from diloco.exchange.grace import Grace
 from diloco.exchange.membership import Attendance, check_fence
 from diloco.exchange.records import Commit, Header, new_nonce
 from diloco.exchange.reduce import BadPayloadError, MissingPayloadError, check_payload, gather_mean
@@ -69,6 +70,8 @@ class _Wait:
     averaged: list[Participant] | None = None
     """Whose mean `mean` holds."""
     grace: Timer | None = None
+    seen: set[int] = field(default_factory=set)
+    """Ranks whose header was seen."""
 
 
 class ObjectStoreAllReduce:
@@ -79,6 +82,7 @@ class ObjectStoreAllReduce:
         self.rules = rounds.Rules(context.run.policy, context.run.world_size, context.run.min_replicas)
         self._codec = codec.codec(context.run.codec)
         self._attendance = Attendance(context)
+        self.grace = Grace(context.settings.grace)
         self._present: dict[int, set[int]] = {}
         self._empty = 0
         self._own: tuple[int, codec.Encoded] | None = None
@@ -180,6 +184,11 @@ class ObjectStoreAllReduce:
         doing = f"round {round_}"
         commit = await self.context.wait_until(lambda poll: self._try(round_, wait, poll), doing=doing)
         self._note(commit)
+        for late in commit.left_out:
+            if late.attempt is None and late.rank not in wait.seen:
+                self.grace.observe(self.grace.seconds)
+        if wait.grace is None:
+            self.grace.observe(0.0)
         if commit.base_digest != fragment.base_digest:
             raise DivergedError(
                 f"{self.context.member}: its parameters before round {round_} (fragment {fragment.index}, digest "
@@ -207,6 +216,7 @@ class ObjectStoreAllReduce:
                 )
                 if reason is not None:
                     wait.rejected[header.member] = reason
+        self._observe_lateness(wait, set(headers))
         while True:
             decision = await self._decide(round_, headers, wait, poll)
             if isinstance(decision, rounds.Ended):
@@ -214,6 +224,7 @@ class ObjectStoreAllReduce:
             if isinstance(decision, rounds.Waiting):
                 if decision.enough and wait.grace is None:
                     wait.grace = Timer(poll)
+                    wait.seen = set(headers)
                 self.context.waiting_for = decision.waiting_for
                 return None
             if await self._average(round_, decision, wait):
@@ -228,7 +239,7 @@ class ObjectStoreAllReduce:
             if len(self._present) < 2:
                 lately |= set(range(self.rules.world_size))
             waited_for = await self._attendance.waited_for(lately, headers, poll)
-        grace_over = wait.grace is not None and wait.grace.seconds >= self.context.settings.grace
+        grace_over = wait.grace is not None and wait.grace.seconds >= self.grace.seconds
         return rounds.decide(
             self.rules,
             headers,
@@ -237,6 +248,13 @@ class ObjectStoreAllReduce:
             grace_over=grace_over,
             refused=wait.reader.refused_ranks,
         )
+
+    def _observe_lateness(self, wait: _Wait, present: set[int]) -> None:
+        """Ranks that came after there were enough; the others, when it was over before it began, were on time."""
+        if wait.grace is not None:
+            for _ in present - wait.seen:
+                self.grace.observe(wait.grace.seconds)
+            wait.seen |= present
 
     async def _average(self, round_: int, proposal: rounds.Proposal, wait: _Wait) -> bool:
         """Average what would be committed. False if a payload turned out bad: it is rejected, and the round has to be

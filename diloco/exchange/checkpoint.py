@@ -11,11 +11,12 @@ A crash between parts and manifest leaves orphaned parts and no checkpoint; writ
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from diloco.errors import CorruptObjectError, DivergedError
+from diloco.errors import CorruptObjectError, DivergedError, ObjectMissingError
 from diloco.exchange import layout
 from diloco.exchange.clock import Timer
 from diloco.exchange.flat import Flat
@@ -24,7 +25,7 @@ from diloco.exchange.reduce import BadPayloadError, check_payload, gather_mean
 from diloco.exchange.store import create_once, read_if_there
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from diloco.exchange.clock import Poll
     from diloco.exchange.context import Context
@@ -41,6 +42,27 @@ async def read_commit(store: Store, round_: int) -> Commit | None:
     key = layout.commit(round_)
     data = await read_if_there(store, key)
     return None if data is None else Commit.from_json(data, f"{store.uri}/{key}")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy of the whole state before a round, taken between two rounds, and the digests from when it was applied."""
+
+    round: int
+    states: Sequence[FragmentState]
+    digests: Sequence[Awaitable[str]]
+
+
+async def write_snapshot(context: Context, snapshot: Snapshot) -> Manifest:
+    """Write a snapshot as a checkpoint. Raises CorruptObjectError if the copy is not what was applied."""
+    for state, digest in zip(snapshot.states, snapshot.digests, strict=True):
+        applied, copied = await digest, state.digest()
+        if applied != copied:
+            raise CorruptObjectError(
+                f"{context.member}: the copy of fragment {state.index} for checkpoint {snapshot.round} ({copied[:12]}) "
+                f"is not what was applied ({applied[:12]}): no checkpoint is written"
+            )
+    return await write_checkpoint(context, snapshot.round, snapshot.states)
 
 
 async def write_checkpoint(context: Context, round_: int, states: Sequence[FragmentState]) -> Manifest:
@@ -96,33 +118,64 @@ async def agree_on_initial(context: Context, states: Sequence[FragmentState]) ->
     return await context.wait_until(look, doing="joining the run")
 
 
-async def newest_checkpoint(context: Context) -> Manifest | None:
-    """The newest confirmed checkpoint, or None."""
-    rounds = []
+async def manifests(context: Context, *, newest_first: bool) -> list[Manifest]:
+    """All readable manifests. One that can't be read is logged and left out."""
+    numbers = []
     for entry in await context.store.list(layout.CHECKPOINTS):
         number = layout.parse_number(entry.key) if entry.key.endswith("/manifest.json") else None
         if number is not None:
-            rounds.append(number)
-    for round_ in sorted(rounds, reverse=True):
+            numbers.append(number)
+    found = []
+    for number in sorted(numbers, reverse=newest_first):
         try:
-            manifest = await read_manifest(context.store, round_)
+            manifest = await read_manifest(context.store, number)
         except CorruptObjectError as problem:
-            logger.warning("%s: checkpoint %d is not used: %s", context.member, round_, problem)
+            logger.warning("%s: checkpoint %d is not used: %s", context.member, number, problem)
             continue
-        if manifest is not None and await _confirmed(context, manifest):
+        if manifest is not None:
+            found.append(manifest)
+    return found
+
+
+async def newest_checkpoint(context: Context) -> Manifest | None:
+    """The newest confirmed checkpoint, or None."""
+    for manifest in await manifests(context, newest_first=True):
+        if await is_confirmed(context, manifest):
             return manifest
     return None
 
 
-async def _confirmed(context: Context, manifest: Manifest) -> bool:
+async def is_confirmed(context: Context, manifest: Manifest) -> bool:
+    """Whether commits carry a checkpoint's digests: only then may it be loaded, or license deleting rounds.
+
+    Without this, one diverged writer could turn the run. A checkpoint that a commit refutes is named in the log.
+    """
     if manifest.round == 0:
         return True
     digests = {part.fragment: part.digest for part in manifest.parts}
     for round_ in range(manifest.round, manifest.round + context.run.fragments):
         commit = await read_commit(context.store, round_)
-        if commit is None or commit.base_digest != digests.get(commit.fragment):
+        if commit is None:
+            return False
+        if commit.base_digest != digests.get(commit.fragment):
+            logger.warning(
+                "%s: checkpoint %d of rank %d is not used: round %d was committed on other bits",
+                context.member,
+                manifest.round,
+                manifest.rank,
+                round_,
+            )
             return False
     return True
+
+
+async def load_newest(context: Context, states: Sequence[FragmentState]) -> int:
+    """Load the newest confirmed checkpoint into `states`; returns the round before which it was taken."""
+    manifest = await newest_checkpoint(context)
+    if manifest is None:
+        raise ObjectMissingError(f"{context.store.uri}/{layout.CHECKPOINTS}: no checkpoint that can be loaded")
+    await load_checkpoint(context, manifest, states)
+    return manifest.round
 
 
 async def load_checkpoint(context: Context, manifest: Manifest, states: Sequence[FragmentState]) -> None:
@@ -161,6 +214,7 @@ async def replay(
     states: Sequence[FragmentState],
     round_: int,
     step: OuterStep,
+    on_commit: Callable[[Commit], None] = lambda _: None,
 ) -> int:
     """Apply the committed rounds from `round_` on to `states`; returns the first round that is still open, or R.
 
@@ -179,6 +233,7 @@ async def replay(
             mean = torch.empty(state.numel, dtype=torch.float32)
             await committed_mean(context, commit, state.layout, Flat([mean]))
             state.apply(mean, step, round_)
+        on_commit(commit)
         round_ += 1
     return round_
 

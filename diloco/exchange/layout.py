@@ -14,9 +14,11 @@ RUN = "run.json"
 RESULT = "final/result.json"
 MODEL = "final/model"
 PROBES = "probes/"
+LAUNCHERS = "launcher/"
 MEMBERS = "members/"
 BEATS = "beats/"
 COMMITS = "commits/"
+ROUNDS = "rounds/"
 RESULTS = "results/"
 ERRORS = "errors/"
 CHECKPOINTS = "checkpoints/"
@@ -65,6 +67,22 @@ def beat(member: Member) -> str:
     return f"{BEATS}{member.rank:05d}/{member.attempt:05d}.json"
 
 
+def launcher(number: int) -> str:
+    """Create-once: who supervises the run; the highest number does."""
+    return f"{LAUNCHERS}{number:05d}.json"
+
+
+def parse_launcher(key: str) -> int | None:
+    """The number in `launcher/00002.json`, or None for an alien name."""
+    found = re.fullmatch(rf"{LAUNCHERS}(\d{{5}})\.json", key)
+    return int(found[1]) if found else None
+
+
+def launcher_beat(number: int) -> str:
+    """Overwritten by that launcher while it supervises."""
+    return f"{BEATS}{launcher(number)}"
+
+
 def headers(round_: int) -> str:
     """Prefix of a round's headers; round R (one past the last) holds the votes on the result."""
     return f"rounds/{round_:08d}/h/"
@@ -104,6 +122,16 @@ def checkpoint_part(checkpoint: int, member: Member, fragment: int) -> str:
 def evaluation(round_: int) -> str:
     """Create-once: the held-out loss of the global parameters before that round."""
     return f"{EVALUATIONS}{round_:08d}.json"
+
+
+def inner_states(rank: int) -> str:
+    """Prefix of a rank's own state: what its inner optimizer remembers."""
+    return f"replicas/{rank:05d}/"
+
+
+def inner_state(member: Member, round_: int) -> str:
+    """A member's own state as it was before that round."""
+    return f"{inner_states(member.rank)}{member.attempt:05d}/{round_:08d}.safetensors"
 
 
 def result(member: Member) -> str:

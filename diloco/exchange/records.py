@@ -70,6 +70,26 @@ class RunRecord(OnceRecord):
     """Name → digest of every frozen parameter and persistent buffer: not exchanged, so equal from the start."""
 
 
+class LauncherRecord(OnceRecord):
+    """`launcher/{n}.json`: who supervises. Its nonce reaches the replicas, which write it into their claims."""
+
+    number: int
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"launcher {self.number} (process {self.pid} on {self.host})"
+
+
+class LauncherBeat(Record):
+    """`beats/launcher/{n}.json`, overwritten: the launcher still supervises, as long as `counter` changes."""
+
+    number: int
+    counter: int
+    ended: bool = False
+    """Whether it has ended and left nothing behind: the next one need not wait."""
+
+
 class Claim(OnceRecord):
     """`members/{rank}/{attempt}.json`."""
 

@@ -20,10 +20,10 @@ from diloco.errors import (
     StoreError,
     StoreUnreachableError,
 )
-from diloco.exchange.store import BLOCK_BYTES, Entry, Store
+from diloco.exchange.store import Entry, Store
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
     from pathlib import Path
     from typing import TypeVar
 
@@ -35,7 +35,7 @@ once).
 """
 MOST_PARTS = 10_000
 CONCURRENT_PARTS = 4
-OPERATION_TIMEOUT = 60.0
+OPERATION_TIMEOUT = 30.0
 SECONDS_PER_MIB = 1.0
 """A transfer may take so much longer per MiB before it counts as hung."""
 
@@ -96,6 +96,7 @@ class RemoteStore(Store):
                 raise ConfigurationError(
                     f"{self.uri}: no filesystem for {self._scheme}://: {hint} ({problem})"
                 ) from problem
+            self._fs.retries = 1
             if not getattr(self._fs, "async_impl", False):
                 raise ConfigurationError(
                     f"{self.uri}: {self._scheme}:// has no asynchronous filesystem; use s3:// or file://"
@@ -124,14 +125,16 @@ class RemoteStore(Store):
         data: bytes = await self._do("read", key, call, (end or start) - start)
         return data
 
-    async def stream(self, key: str, start: int, end: int, block: int = BLOCK_BYTES) -> AsyncIterator[bytes]:
+    async def read_ahead(
+        self, read: Callable[[str, int, int], Awaitable[bytes]], key: str, start: int, end: int, block: int
+    ) -> AsyncIterator[bytes]:
         """As the base says, with the next block requested while this one is used."""
-        ahead: asyncio.Task[bytes] | None = None
+        ahead: asyncio.Future[bytes] | None = None
         try:
             for offset in range(start, end, block):
-                data = await (ahead or self.read(key, offset, min(offset + block, end)))
+                data = await (ahead or read(key, offset, min(offset + block, end)))
                 after = offset + block
-                ahead = asyncio.create_task(self.read(key, after, min(after + block, end))) if after < end else None
+                ahead = asyncio.ensure_future(read(key, after, min(after + block, end))) if after < end else None
                 yield data
         finally:
             if ahead is not None:
@@ -185,7 +188,8 @@ def _s3_config(options: Mapping[str, Any]) -> dict[str, Any]:
         "connect_timeout": 5,
         "read_timeout": 30,
         "max_pool_connections": 32,
-        "retries": {"mode": "standard", "max_attempts": 4},
+        # Trying again is RetryingStore's: once, with one budget for everything.
+        "retries": {"mode": "standard", "max_attempts": 1},
     }
     endpoint = (
         options.get("endpoint_url") or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""

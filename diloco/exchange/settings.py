@@ -22,8 +22,12 @@ class ExchangeSettings(BaseModel):
     """Wire format of the pseudo-gradients."""
     timeout: float = Field(default=1800.0, gt=0)
     """A round that is not committed by then ends this process with an error naming whom it waited for."""
-    grace: float = Field(default=30.0, ge=0)
-    """Under skip: how long to wait for the others once `min_replicas` contributions are there."""
+    grace: float | None = Field(default=None, ge=0)
+    """Under skip: how long to wait for the others once `min_replicas` contributions are there; None: adaptive."""
+    checkpoint_every: int = Field(default=10, ge=1)
+    """Rounds between two checkpoints (K)."""
+    retry_for: float = Field(default=60.0, ge=0)
+    """How long one operation is tried again while the store is overloaded or does not answer."""
     join_timeout: float = Field(default=600.0, ge=0)
     """Under skip: how long a rank that has never been seen is waited for."""
     dead_after: float = Field(default=30.0, gt=0)

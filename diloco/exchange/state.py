@@ -89,6 +89,14 @@ class FragmentState:
             start += parameter.numel()
         self.last_round = round_
 
+    def copy(self) -> FragmentState:
+        """A copy in CPU memory that nothing else refers to."""
+
+        def copied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+
+        return FragmentState(self.index, copied(self.parameters), copied(self.momentum), self.last_round)
+
     def digest(self) -> str:
         """BLAKE3 over the index, the last round, (name, shape, dtype), and the chunk hashes of all parameters and
         momenta, hex.

@@ -32,7 +32,7 @@ from diloco.exchange import layout
 from diloco.exchange.records import new_nonce
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
     from pathlib import Path
     from typing import Any
 
@@ -84,12 +84,16 @@ class Store(ABC):
             raise CorruptObjectError(f"{key}: asked for bytes {start}-{end}, got {len(data)} bytes")
         return data
 
-    async def stream(self, key: str, start: int, end: int, block: int = BLOCK_BYTES) -> AsyncIterator[bytes]:
-        """The bytes in `[start, end)` in order, `block` at a time (the last may be shorter); at most two blocks are
-        in memory.
-        """
+    def stream(self, key: str, start: int, end: int, block: int = BLOCK_BYTES) -> AsyncIterator[bytes]:
+        """The bytes in `[start, end)` in order, `block` at a time (the last may be shorter); at most two in memory."""
+        return self.read_ahead(self.read, key, start, end, block)
+
+    async def read_ahead(
+        self, read: Callable[[str, int, int], Awaitable[bytes]], key: str, start: int, end: int, block: int
+    ) -> AsyncIterator[bytes]:
+        """How this store streams, with `read(key, start, end)` for the blocks; one that can reads ahead."""
         for offset in range(start, end, block):
-            yield await self.read(key, offset, min(offset + block, end))
+            yield await read(key, offset, min(offset + block, end))
 
     async def create(self, key: str, data: bytes | bytearray) -> bool:
         """Write the object if it is absent. True: written now; False: it was there. Raises OutcomeUnknownError if the

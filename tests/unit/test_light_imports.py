@@ -77,6 +77,7 @@ PARTS = {
     "diloco.presence": "presence",
     "diloco.manager": "manager",
     "diloco.fragments": "fragments",
+    "diloco.inner_optimizer": "fragments",
     "diloco.outer": "outer",
     "diloco.training": "trainer",
     "diloco.training.config": "configuration",

@@ -1,0 +1,50 @@
+"""A replica's own state across restarts: what its inner optimizer remembers. Nobody else reads it, and nothing
+depends on it being there.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import TYPE_CHECKING
+
+from diloco.exchange import layout
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from diloco.exchange.context import Context
+
+logger = logging.getLogger(__name__)
+
+_KEY = re.compile(r"replicas/\d{5}/(?P<attempt>\d{5})/(?P<round>\d{8})\.safetensors$")
+
+
+async def save(context: Context, round_: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write the state as it was before `round_`, then delete this rank's older ones. A crash between leaves both."""
+    import safetensors.torch
+
+    key = layout.inner_state(context.member, round_)
+    await context.store.write(key, safetensors.torch.save(dict(tensors)))
+    entries = await context.store.list(layout.inner_states(context.member.rank))
+    await context.store.delete(entry.key for entry in entries if entry.key != key)
+
+
+async def load(context: Context, round_: int) -> dict[str, torch.Tensor] | None:
+    """This rank's newest state of any attempt, not from beyond `round_`; None if there is none that can be read."""
+    import safetensors
+    import safetensors.torch
+
+    found = []
+    for entry in await context.store.list(layout.inner_states(context.member.rank)):
+        match = _KEY.search(entry.key)
+        if match is not None and int(match["round"]) <= round_:
+            found.append((int(match["round"]), int(match["attempt"]), entry.key))
+    for _, _, key in sorted(found, reverse=True):
+        try:
+            return safetensors.torch.load(await context.store.read(key))
+        except safetensors.SafetensorError as problem:
+            logger.warning("%s: %s is not used: %s", context.member, key, problem)
+    return None
