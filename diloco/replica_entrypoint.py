@@ -58,7 +58,11 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
         from diloco.manager import ObjectStoreManager
 
         manager = ObjectStoreManager(
-            options.rendezvous, rank=options.rank, world_size=options.world_size, settings=exchange
+            options.rendezvous,
+            rank=options.rank,
+            world_size=options.world_size,
+            settings=exchange,
+            launcher=environ.get("DILOCO_LAUNCHER"),
         )
         manager.start()
         returned = trainer(manager=manager, rank=options.rank, world_size=options.world_size, **kwargs)

@@ -22,6 +22,7 @@ from diloco.exchange.clock import Timer
 from diloco.exchange.flat import Flat
 from diloco.exchange.records import CheckpointPart, Commit, Manifest
 from diloco.exchange.reduce import BadPayloadError, check_payload, gather_mean
+from diloco.exchange.state import FragmentState
 from diloco.exchange.store import create_once, read_if_there
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from diloco.exchange.clock import Poll
     from diloco.exchange.context import Context
-    from diloco.exchange.state import FragmentState, OuterStep
+    from diloco.exchange.state import OuterStep
     from diloco.exchange.store import Store
 
 logger = logging.getLogger(__name__)
@@ -179,34 +180,60 @@ async def load_newest(context: Context, states: Sequence[FragmentState]) -> int:
 
 
 async def load_checkpoint(context: Context, manifest: Manifest, states: Sequence[FragmentState]) -> None:
-    """Copy a checkpoint into `states`, a fragment at a time. Raises CorruptObjectError if the bits are not what the
-    manifest says.
-    """
-    import safetensors
-    import safetensors.torch
+    """Copy a checkpoint into `states`, a fragment at a time.
 
-    parts = {part.fragment: part for part in manifest.parts}
-    if parts.keys() != set(range(len(states))):
+    Raises CorruptObjectError if it is of another model, or its bits are not what the manifest says.
+    """
+    parts = _parts(manifest)
+    if parts.keys() != {state.index for state in states}:
         raise CorruptObjectError(
             f"{layout.manifest(manifest.round)}: names the fragments {sorted(parts)}, the model has {len(states)}"
         )
     for state in states:
-        part = parts[state.index]
-        try:
-            tensors = safetensors.torch.load(await context.store.read(part.key, 0, part.size))
-        except safetensors.SafetensorError as problem:
-            raise CorruptObjectError(f"{part.key}: no safetensors file: {problem}") from problem
-        for prefix, targets in ((_PARAMETER, state.parameters), (_MOMENTUM, state.momentum)):
+        stored = await _read_part(context, parts[state.index])
+        for targets, sources in ((state.parameters, stored.parameters), (state.momentum, stored.momentum)):
             for name, target in targets.items():
-                source = tensors.get(prefix + name)
+                source = sources.get(name)
                 if source is None or source.shape != target.shape or source.dtype != target.dtype:
-                    raise CorruptObjectError(f"{part.key}: has no {name} of shape {list(target.shape)}")
+                    key = parts[state.index].key
+                    raise CorruptObjectError(f"{key}: has no {name} of shape {list(target.shape)}")
                 target.copy_(source)
-        state.last_round = part.last_round
-        if state.digest() != part.digest:
+        state.last_round = stored.last_round
+        if state.digest() != parts[state.index].digest:
             raise CorruptObjectError(
-                f"{part.key}: its bits are not what the manifest of checkpoint {manifest.round} says"
+                f"{parts[state.index].key}: its bits are not what the manifest of checkpoint {manifest.round} says"
             )
+
+
+async def read_states(context: Context, manifest: Manifest) -> list[FragmentState]:
+    """A checkpoint as states of their own. Raises as :func:`load_checkpoint`."""
+    parts = _parts(manifest)
+    states = [await _read_part(context, parts[index]) for index in sorted(parts)]
+    for state in states:
+        if state.digest() != parts[state.index].digest:
+            raise CorruptObjectError(f"{parts[state.index].key}: its bits are not what its manifest says")
+    return states
+
+
+def _parts(manifest: Manifest) -> dict[int, CheckpointPart]:
+    return {part.fragment: part for part in manifest.parts}
+
+
+async def _read_part(context: Context, part: CheckpointPart) -> FragmentState:
+    import safetensors
+    import safetensors.torch
+
+    try:
+        tensors = safetensors.torch.load(await context.store.read(part.key, 0, part.size))
+    except safetensors.SafetensorError as problem:
+        raise CorruptObjectError(f"{part.key}: no safetensors file: {problem}") from problem
+    parameters, momentum = (
+        {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        for prefix in (_PARAMETER, _MOMENTUM)
+    )
+    if parameters.keys() != momentum.keys():
+        raise CorruptObjectError(f"{part.key}: has parameters without momenta, or momenta without parameters")
+    return FragmentState(part.fragment, parameters, momentum, part.last_round)
 
 
 async def replay(

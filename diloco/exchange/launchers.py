@@ -13,20 +13,22 @@ is harmless: a claim is known by its nonce, and a beat says the same again.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import socket
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from diloco.errors import ConfigurationError
+from diloco.errors import ConfigurationError, DilocoError, StoreError
 from diloco.exchange import layout
 from diloco.exchange.clock import Poll, SystemClock, Timer
 from diloco.exchange.records import LauncherBeat, LauncherRecord
 from diloco.exchange.store import create_once, read_if_there
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
 
     from diloco.exchange.clock import Clock
     from diloco.exchange.store import Store
@@ -37,12 +39,17 @@ BEAT_EVERY = 1.0
 """Seconds between two beats of a launcher."""
 
 
+_LAST_SECONDS = 2.0  # a store that hangs must not keep a launcher from ending
+
+
 @dataclass
 class Launcher:
     """This process as the run's launcher; made by :func:`claim_launcher`."""
 
     store: Store
     record: LauncherRecord
+    successor: LauncherRecord | None = field(default=None, init=False)
+    """Who took the run over, as far as :meth:`look` has seen."""
     _counter: int = field(default=0, init=False)
 
     async def beat(self, *, ended: bool = False) -> None:
@@ -51,9 +58,36 @@ class Launcher:
         beat = LauncherBeat(number=self.record.number, counter=self._counter, ended=ended)
         await self.store.write(layout.launcher_beat(self.record.number), beat.to_json())
 
-    async def successor(self) -> LauncherRecord | None:
-        """Who took the run over, or None while this launcher supervises. Raises StoreError."""
-        return await _read(self.store, self.record.number + 1)
+    async def look(self) -> None:
+        """Find out whether another launcher took the run over; a store that can't tell leaves it open."""
+        with suppress(StoreError):
+            found = await _read(self.store, self.record.number + 1)
+            self.successor = self.successor or found
+
+    @asynccontextmanager
+    async def holding(self, beat_every: float = BEAT_EVERY) -> AsyncIterator[asyncio.Task[None]]:
+        """Beat and look for a successor as long as the block lasts, then say that this launcher has ended.
+
+        Yields the task that does it: if that is done inside the block, it has failed.
+        """
+        ended = asyncio.Event()
+        beating = asyncio.create_task(self._beat_until(ended, beat_every))
+        try:
+            yield beating
+        finally:
+            ended.set()
+            with suppress(DilocoError, TimeoutError):
+                async with asyncio.timeout(_LAST_SECONDS):
+                    await beating  # a beat that is on its way must not hide the last one
+                    await self.beat(ended=True)
+
+    async def _beat_until(self, ended: asyncio.Event, beat_every: float) -> None:
+        while not ended.is_set():
+            await self.look()
+            with suppress(StoreError):  # an outage is the replicas' to survive or to report
+                await self.beat()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), beat_every)
 
 
 async def claim_launcher(
