@@ -48,6 +48,8 @@ class ReplicaLine(BaseModel):
     bytes_down: int | None = None
     requests: int | None = None
     digest: str | None = None
+    restarts: int = 0
+    """How often this launch relaunched it."""
 
 
 class RunReport(BaseModel):
@@ -115,7 +117,9 @@ async def read_report(
     lines = []
     for rank in sorted({*range(settings.replicas), *members}):
         ended = outcome.get(rank) if outcome else None
-        lines.append(await _read_line(store, rank, members.get(rank), ended.status if ended else None))
+        line = await _read_line(store, rank, members.get(rank), ended.status if ended else None)
+        restarts = ended.metrics.get("restarts", 0) if ended else 0
+        lines.append(line.model_copy(update={"restarts": restarts}))
     return RunReport(
         run_id=settings.run_id,
         status="succeeded" if result else "failed",
@@ -216,6 +220,9 @@ def _facts(report: RunReport) -> list[tuple[str, Text]]:
         said = sum(line.digest is not None for line in report.replicas)
         text = f"equal on all {said} that finished" if equal else "DIFFERENT: the replicas do not hold the same bits"
         facts.append(("digests", Text(text, "" if equal else "bold red")))
+    restarts = [f"rank {line.rank}: {line.restarts}" for line in report.replicas if line.restarts]
+    if restarts:
+        facts.append(("restarts", Text(", ".join(restarts))))
     traffic = _traffic(report)
     if traffic:
         facts.append(("traffic", Text(traffic)))

@@ -1,7 +1,8 @@
 """One run from its settings to its report: check, create `spec.json`, launch, supervise, collect.
 
 The launcher decides nothing about training: replicas agree among themselves, through the bucket, and the launcher reads
-there how it went. It can be killed and started again with the same settings: the run resumes, or reports its result.
+there how it went. It relaunches those that die (:mod:`diloco.supervisor` says which and when). It can be killed and
+started again with the same settings: the run resumes, or reports its result.
 """
 
 from __future__ import annotations
@@ -11,31 +12,50 @@ import os
 import sys
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
 
-from diloco.errors import ConfigurationError, DilocoError
+from diloco.errors import ConfigurationError, DilocoError, ExitCode
 from diloco.exchange import layout
+from diloco.exchange.launchers import BEAT_EVERY, DEAD_AFTER, claim_launcher
 from diloco.exchange.store import check_store, open_store, read_if_there
+from diloco.executors.base import ReplicaResult
 from diloco.report import ReplicaLine, RunReport, read_report
 from diloco.spec import claim_spec
-from diloco.status import ReplicaStatus, RunStatus, claimed_members, read_beats
+from diloco.status import ReplicaStatus, RunStatus, claimed_members, newest_claim, read_beats
+from diloco.supervisor import Backoff, Supervisor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from diloco.exchange.launchers import Launcher
     from diloco.exchange.layout import Member
     from diloco.exchange.records import Beat
     from diloco.exchange.store import Store
-    from diloco.executors.base import ReplicaHandle, ReplicaResult, ServerlessExecutor
+    from diloco.executors.base import ReplicaHandle, ReplicaSpec, ServerlessExecutor
     from diloco.spec import RunSettings
 
-POLL_EVERY = 0.3
-"""Seconds between two looks at the processes."""
-BEAT_EVERY = 1.0
-"""Seconds between two looks at the beats."""
-
 _COLLECT_SECONDS = 10.0  # for replicas that have ended
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How often a launcher does what it does. Seconds."""
+
+    processes: float = 0.3
+    """Between two looks at the processes."""
+    status: float = 1.0
+    """Between two looks at the replicas' beats."""
+    beats: float = BEAT_EVERY
+    """Between two beats of the launcher itself."""
+    dead_after: float = DEAD_AFTER
+    """Until an earlier launcher whose beat does not change is dead."""
+    restarts: Backoff = field(default_factory=Backoff)
+    """Before a rank that died is relaunched."""
+
+
+PACE = Pace()
 
 
 def make_diloco_run(
@@ -43,10 +63,23 @@ def make_diloco_run(
     settings: RunSettings,
     *,
     storage_options: Mapping[str, Any] | None = None,
+    takeover: bool = False,
     on_status: Callable[[RunStatus], None] | None = None,
+    on_note: Callable[[str], None] | None = None,
+    pace: Pace | None = None,
 ) -> RunReport:
     """Run to the end and report; :func:`run_replicas` for callers without an event loop."""
-    return asyncio.run(run_replicas(executor, settings, storage_options=storage_options, on_status=on_status))
+    return asyncio.run(
+        run_replicas(
+            executor,
+            settings,
+            storage_options=storage_options,
+            takeover=takeover,
+            on_status=on_status,
+            on_note=on_note,
+            pace=pace,
+        )
+    )
 
 
 async def run_replicas(
@@ -54,14 +87,20 @@ async def run_replicas(
     settings: RunSettings,
     *,
     storage_options: Mapping[str, Any] | None = None,
+    takeover: bool = False,
     on_status: Callable[[RunStatus], None] | None = None,
+    on_note: Callable[[str], None] | None = None,
+    pace: Pace | None = None,
 ) -> RunReport:
     """Check everything, launch the replicas, supervise them to their end, and report from the bucket.
 
-    `on_status` is called about once a second. A run that has its result already is reported at once. Cancelling the
-    task stops the replicas. Raises DilocoError for what is wrong before they start; later failures are in the report.
+    `takeover` replaces another launcher of this run without waiting for its end. `on_status` is called about once a
+    second and whenever a replica has ended, `on_note` with lines for people about the launch itself. A run that has its
+    result already is reported at once. Cancelling the task stops the replicas. Raises DilocoError for what is wrong
+    before they start; later failures are in the report.
     """
     started = time.monotonic()
+    pace = pace or PACE
     preflight(settings)
     store = open_store(settings.uri, storage_options=storage_options)
     try:
@@ -70,8 +109,11 @@ async def run_replicas(
         await claim_spec(store, settings)
         if await _has_result(store):
             return await read_report(store, settings, wall_seconds=time.monotonic() - started)
-        supervisor = _Supervisor(executor, settings, store, on_status, started, await claimed_members(store))
-        return await supervisor.run()
+        launcher = await claim_launcher(
+            store, takeover=takeover, dead_after=pace.dead_after, beat_every=pace.beats, on_wait=on_note
+        )
+        launch = _Launch(executor, settings, launcher, on_status, started, pace)
+        return await launch.run()
     finally:
         await store.close()
 
@@ -126,93 +168,168 @@ async def _has_result(store: Store) -> bool:
     return await read_if_there(store, layout.RESULT) is not None
 
 
-class _Supervisor:
+class _Launch:
     """The replicas of one launch, from their start until the last has ended."""
 
     def __init__(
         self,
         executor: ServerlessExecutor,
         settings: RunSettings,
-        store: Store,
+        launcher: Launcher,
         on_status: Callable[[RunStatus], None] | None,
         started: float,
-        earlier: frozenset[Member],
+        pace: Pace,
     ) -> None:
         self._executor = executor
         self._settings = settings
-        self._store = store
+        self._launcher = launcher
+        self._store = launcher.store
         self._on_status = on_status
         self._started = started
-        self._earlier = earlier
-        self._handles: list[ReplicaHandle] = []
+        self._pace = pace
+        self._specs = settings.replica_specs(launcher=launcher.record.nonce)
+        self._supervisor = Supervisor(
+            range(settings.replicas),
+            policy=settings.policy,
+            min_replicas=settings.min_replicas,
+            max_restarts=settings.max_restarts,
+            backoff=pace.restarts,
+        )
+        self._handles: dict[int, ReplicaHandle] = {}
+        self._results: dict[int, ReplicaResult] = {}  # how each rank's last process ended
+        self._notes: dict[int, str] = {}
+        self._earlier: frozenset[Member] = frozenset()  # of earlier launches
         self._beats: dict[int, Beat] = {}
+        self._outdated: dict[int, int] = {}  # the attempt before a rank's last restart
+        self._over = False  # the result is there
 
     async def run(self) -> RunReport:
-        await self._launch()
-        watching = asyncio.create_task(self._watch())
-        try:
-            problem = await self._until_ended(watching)
-        finally:
-            watching.cancel()
-            # Blocking on purpose: a task that is being cancelled must not return before the replicas are gone.
-            self._executor.cancel(self._handles)
-        results = await asyncio.to_thread(self._executor.collect, self._handles, timeout=_COLLECT_SECONDS)
-        self._handles = self._executor.poll(self._handles)
-        await self._observe()
-        return await self._report(results, problem or _first_failure(results))
+        """Launch, supervise, stop, report."""
+        async with self._launcher.holding(self._pace.beats) as beating:
+            self._earlier = await claimed_members(self._store)
+            problem = await self._run(beating)
+            return await self._report(problem)
 
-    async def _launch(self) -> None:
-        launching = asyncio.ensure_future(
-            asyncio.to_thread(self._executor.launch_replicas, self._settings.replica_specs())
-        )
+    async def _run(self, beating: asyncio.Task[None]) -> str | None:
+        """Launch the replicas and wait for their end; returns why the run failed, if it is known here."""
+        watching: asyncio.Task[None] | None = None
         try:
-            self._handles = await asyncio.shield(launching)
+            self._handles = {handle.rank: handle for handle in await self._start(self._specs)}
+            watching = asyncio.create_task(self._watch())
+            problem = await self._until_ended([beating, watching])
+        finally:
+            if watching is not None:
+                watching.cancel()
+            # Blocking on purpose: a task that is being cancelled must not return before the replicas are gone.
+            self._executor.cancel(list(self._handles.values()))
+        await self._see_who_ended()
+        await self._observe()
+        return problem
+
+    async def _start(self, specs: Sequence[ReplicaSpec]) -> list[ReplicaHandle]:
+        launching = asyncio.ensure_future(asyncio.to_thread(self._executor.launch_replicas, specs))
+        try:
+            return await asyncio.shield(launching)
         except asyncio.CancelledError:
             # The thread can't be interrupted, and what it starts must be stopped.
-            self._executor.cancel(await launching)
+            with suppress(DilocoError):
+                self._executor.cancel(await launching)
             raise
 
-    async def _until_ended(self, watching: asyncio.Task[None]) -> str | None:
-        """Wait until all have ended, or return why it is pointless to wait on."""
+    async def _until_ended(self, tasks: Sequence[asyncio.Task[None]]) -> str | None:
+        """Wait until all have ended for good; returns why the run failed, or why it is pointless to wait on."""
         while True:
-            self._handles = await asyncio.to_thread(self._executor.poll, self._handles)
-            if all(handle.status not in ("pending", "running") for handle in self._handles):
-                return None
-            # Once the result is there, the others end by themselves and their ends change nothing.
-            if self._too_few_left() and not await self._result_or_unknown():
-                return self._explain_failure()
-            if watching.done():
-                watching.result()
-            await asyncio.sleep(POLL_EVERY)
+            news = await self._see_who_ended()
+            for result in news:
+                await self._decide_by(result)
+            due = self._supervisor.due(time.monotonic())
+            if news or due:
+                await self._look_for_result()
+                # One that was fenced may be the successor's doing, and a restart would fence the successor's replica.
+                await self._launcher.look()
+            if self._launcher.successor is not None:
+                return f"{self._launcher.successor} took this run over: this launcher stopped its own replicas"
+            if not self._over:
+                failure = self._supervisor.failure()
+                if failure is not None:
+                    return failure
+                for rank in due:
+                    await self._relaunch(rank)
+            if not self._running() and (self._over or self._supervisor.idle):
+                return self._supervisor.explain()
+            for task in tasks:
+                if task.done():
+                    task.result()
+            await asyncio.sleep(self._pace.processes)
 
-    def _dead(self) -> list[ReplicaHandle]:
-        return [handle for handle in self._handles if handle.status in ("failed", "cancelled")]
+    def _running(self) -> list[ReplicaHandle]:
+        return [handle for handle in self._handles.values() if handle.status in ("pending", "running")]
 
-    def _too_few_left(self) -> bool:
-        """Whether rounds can't be committed any more by those that are left."""
-        dead = len(self._dead())
-        if dead == 0:
-            return False
-        return self._settings.policy == "strict" or len(self._handles) - dead < self._settings.min_replicas
+    async def _see_who_ended(self) -> list[ReplicaResult]:
+        """Look at the processes, and return how those ended that ended since the last look."""
+        polled = await asyncio.to_thread(self._executor.poll, self._running())
+        self._handles |= {handle.rank: handle for handle in polled}
+        ended = [handle for handle in polled if handle.status not in ("pending", "running")]
+        if not ended:
+            return []
+        results = await asyncio.to_thread(self._executor.collect, ended, timeout=_COLLECT_SECONDS)
+        return [self._kept(result) for result in results]
 
-    def _explain_failure(self) -> str:
-        dead = self._dead()
-        why = _first_failure(self._executor.collect(dead, timeout=_COLLECT_SECONDS)) or "a replica ended"
-        if self._settings.policy == "strict":
-            return why
-        left = len(self._handles) - len(dead)
-        return f"{why} (left: {left}, --min-replicas {self._settings.min_replicas})"
+    async def _decide_by(self, result: ReplicaResult) -> None:
+        code = ExitCode.OK if result.status == "succeeded" else result.exit_code or None
+        error = result.error
+        if code == ExitCode.FENCED:
+            error = await self._fenced_by(result.rank) or error
+        decision = self._supervisor.decide(result.rank, code, error, time.monotonic())
+        if decision.action in ("relaunch", "fenced", "out"):
+            self._notes[result.rank] = decision.text
+        self._show()
 
-    async def _result_or_unknown(self) -> bool:
+    def _kept(self, result: ReplicaResult) -> ReplicaResult:
+        """Note how a rank's process ended, with the counts of its earlier ones."""
+        before = self._results[result.rank].metrics if result.rank in self._results else {}
+        metrics = {
+            **result.metrics,
+            "preemptions": before.get("preemptions", 0) + result.metrics.get("preemptions", 0),
+            "restarts": self._supervisor.restarts(result.rank),
+        }
+        self._results[result.rank] = replace(result, metrics=metrics)
+        return self._results[result.rank]
+
+    async def _fenced_by(self, rank: int) -> str | None:
+        """Say who replaced a rank's process."""
         try:
-            return await _has_result(self._store)
+            claim = await newest_claim(self._store, rank)
         except DilocoError:
-            return False
+            return None
+        if claim is None:
+            return None
+        newer = f"replaced by attempt {claim.attempt} (process {claim.pid} on {claim.host})"
+        return newer if claim.launcher == self._launcher.record.nonce else f"{newer}, not started by this launcher"
+
+    async def _relaunch(self, rank: int) -> None:
+        if rank in self._beats:
+            self._outdated[rank] = self._beats[rank].attempt
+        self._supervisor.relaunched(rank)
+        try:
+            [self._handles[rank]] = await self._start([spec for spec in self._specs if spec.rank == rank])
+        except DilocoError as problem:
+            failed = ReplicaResult(rank, "failed", problem.exit_code, {"preemptions": 0}, str(problem))
+            await self._decide_by(self._kept(failed))
+        else:
+            self._notes.pop(rank, None)
+            self._show()
+
+    async def _look_for_result(self) -> None:
+        """Once the result is there, the others end by themselves, and how they end changes nothing."""
+        if not self._over:
+            with suppress(DilocoError):
+                self._over = await _has_result(self._store)
 
     async def _watch(self) -> None:
         while True:
             await self._observe()
-            await asyncio.sleep(BEAT_EVERY)
+            await asyncio.sleep(self._pace.status)
 
     async def _observe(self) -> None:
         if self._on_status is None:
@@ -220,24 +337,41 @@ class _Supervisor:
         # An outage is the replicas' to survive or to report; the table shows what was known before it.
         with suppress(DilocoError):
             self._beats = await read_beats(self._store, self._earlier)
-        replicas = (ReplicaStatus(h.rank, h.status, h.exit_code, self._beats.get(h.rank)) for h in self._handles)
+        self._show()
+
+    def _show(self) -> None:
+        if self._on_status is None:
+            return
         self._on_status(
             RunStatus(
                 run_id=self._settings.run_id,
                 steps=self._settings.steps,
                 rounds=self._settings.rounds,
                 seconds=time.monotonic() - self._started,
-                replicas=tuple(replicas),
+                replicas=tuple(self._status(handle) for handle in self._handles.values()),
             )
         )
 
-    async def _report(self, results: Sequence[ReplicaResult], error: str | None) -> RunReport:
+    def _status(self, handle: ReplicaHandle) -> ReplicaStatus:
+        rank, beat = handle.rank, self._beats.get(handle.rank)
+        state = self._supervisor.state(rank)
+        return ReplicaStatus(
+            rank=rank,
+            status=handle.status,
+            exit_code=handle.exit_code,
+            beat=beat if beat is not None and beat.attempt > self._outdated.get(rank, 0) else None,
+            restarts=self._supervisor.restarts(rank),
+            supervision="fenced" if state == "fenced" else "restarting" if state == "waiting" else None,
+            note=self._notes.get(rank),
+        )
+
+    async def _report(self, error: str | None) -> RunReport:
         seconds = time.monotonic() - self._started
         try:
             return await read_report(
                 self._store,
                 self._settings,
-                outcome={result.rank: result for result in results},
+                outcome=self._results,
                 ignore=self._earlier,
                 wall_seconds=seconds,
                 error=error,
@@ -247,16 +381,11 @@ class _Supervisor:
                 run_id=self._settings.run_id,
                 status="failed",
                 rendezvous_uri=self._store.uri,
-                replicas=[ReplicaLine(rank=result.rank, status=result.status) for result in results],
+                replicas=[
+                    ReplicaLine(rank=rank, status=result.status, restarts=result.metrics["restarts"])
+                    for rank, result in sorted(self._results.items())
+                ],
                 rounds_expected=self._settings.rounds,
                 wall_seconds=round(seconds, 3),
                 error=error or f"the end of the run can't be read: {problem}",
             )
-
-
-def _first_failure(results: Sequence[ReplicaResult]) -> str | None:
-    """Say of the first rank that failed by itself how it ended and why."""
-    for result in results:
-        if result.status == "failed":
-            return f"rank {result.rank} ended with exit code {result.exit_code}: {result.error}"
-    return None

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 DEFAULT_TRAINER = ("diloco.training", "diloco_train")
 
+LAUNCHER_VARIABLE = "DILOCO_LAUNCHER"
+"""Tells a replica the nonce of its launcher, for its claim."""
+
 SCHEDULE = ("steps", "sync_every", "fragments", "sync_delay", "seed")
 """Settings that every trainer gets as keyword arguments."""
 
@@ -54,6 +57,8 @@ class RunSettings(BaseModel):
     trainer_kwargs: dict[str, Any] = Field(default_factory=dict)
     """The trainer's own arguments, beside those of :data:`SCHEDULE`."""
     exchange: ExchangeSettings = Field(default_factory=ExchangeSettings)
+    max_restarts: int = 3
+    """How often one launch relaunches each rank; 0: never."""
 
     @classmethod
     def checked(cls, **values: Any) -> Self:
@@ -101,8 +106,8 @@ class RunSettings(BaseModel):
         """Whether the project's own trainer is used."""
         return (self.trainer_module, self.trainer_fn) == DEFAULT_TRAINER
 
-    def replica_specs(self) -> list[ReplicaSpec]:
-        """Return what to launch: one specification a rank."""
+    def replica_specs(self, launcher: str | None = None) -> list[ReplicaSpec]:
+        """Return what to launch: one specification a rank. `launcher` is the launcher's nonce."""
         exchange = self.exchange.model_copy(update={"output_uri": self.output_uri})
         return [
             ReplicaSpec(
@@ -113,12 +118,13 @@ class RunSettings(BaseModel):
                 trainer_fn=self.trainer_fn,
                 trainer_kwargs={**{name: getattr(self, name) for name in SCHEDULE}, **self.trainer_kwargs},
                 exchange=exchange.model_dump(mode="json"),
+                env={} if launcher is None else {LAUNCHER_VARIABLE: launcher},
             )
             for rank in range(self.replicas)
         ]
 
     def _schedule_problems(self) -> list[str]:
-        least = {"replicas": 1, "steps": 1, "sync_every": 1, "fragments": 1, "sync_delay": 0}
+        least = {"replicas": 1, "steps": 1, "sync_every": 1, "fragments": 1, "sync_delay": 0, "max_restarts": 0}
         problems = [
             f"--{name.replace('_', '-')} {getattr(self, name)} is below {low}: use at least {low}"
             for name, low in least.items()

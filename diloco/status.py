@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 from rich import box
 from rich.console import Group
@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.exchange import layout
-from diloco.exchange.records import Beat
+from diloco.exchange.records import Beat, Claim
 from diloco.exchange.store import read_if_there
 
 if TYPE_CHECKING:
@@ -40,10 +40,18 @@ class ReplicaStatus:
     status: Status
     exit_code: int | None = None
     beat: Beat | None = None
+    restarts: int = 0
+    """How often it was relaunched."""
+    supervision: Literal["restarting", "fenced"] | None = None
+    """What its launcher makes of its end, where that is not final."""
+    note: str | None = None
+    """What its launcher says of its end: `restart 1 of 3 in 2 s: exit code 137: killed by SIGKILL`."""
 
     @property
     def phase(self) -> str:
         """What it is doing, in one word."""
+        if self.supervision is not None:
+            return self.supervision
         if self.status in ("failed", "cancelled", "pending"):
             return self.status
         if self.status == "succeeded":
@@ -93,6 +101,14 @@ async def claimed_members(store: Store) -> frozenset[Member]:
     """Return every process that ever took part in the run."""
     found = (layout.parse_member(entry.key) for entry in await store.list(layout.MEMBERS))
     return frozenset(member for member in found if member is not None)
+
+
+async def newest_claim(store: Store, rank: int) -> Claim | None:
+    """Return the claim of a rank's newest attempt, if there is any."""
+    found = (layout.parse_member(entry.key) for entry in await store.list(layout.claims(rank)))
+    newest = max((member for member in found if member is not None), default=None)
+    data = None if newest is None else await read_if_there(store, layout.claim(newest))
+    return None if newest is None or data is None else Claim.from_json(data, layout.claim(newest))
 
 
 async def read_beats(store: Store, ignore: frozenset[Member]) -> dict[int, Beat]:
@@ -153,7 +169,7 @@ class PlainView:
         self._shown_at: float | None = None
         self._round = 0
         self._last = ""
-        self._ended: set[int] = set()
+        self._ended: set[tuple[int, int]] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -164,9 +180,11 @@ class PlainView:
     def show(self, status: RunStatus) -> None:
         """Print a line if there is news."""
         for replica in status.replicas:
-            if replica.status == "failed" and replica.rank not in self._ended:
-                self._ended.add(replica.rank)
-                self._print(f"rank {replica.rank} ended with exit code {replica.exit_code}")
+            ended = (replica.rank, replica.restarts)
+            if replica.status == "failed" and ended not in self._ended:
+                self._ended.add(ended)
+                said = f": {replica.note}" if replica.note else f" ended with exit code {replica.exit_code}"
+                self._print(f"rank {replica.rank}{said}")
         now = self._clock()
         line = status_line(status)
         since = PLAIN_EVERY if self._shown_at is None else now - self._shown_at
@@ -213,7 +231,7 @@ def status_table(status: RunStatus) -> RenderableType:
             str(beat.round) if beat else "-",
             f"{beat.loss:.3f}" if beat and beat.loss is not None else "-",
             count(beat.tokens_per_second) if beat and beat.tokens_per_second is not None else "-",
-            ", ".join(beat.waiting_for) if beat and _waits(status, beat) else "",
+            Text(replica.note or (", ".join(beat.waiting_for) if beat and _waits(status, beat) else "")),
         )
     return Group(head, table)
 
@@ -221,6 +239,8 @@ def status_table(status: RunStatus) -> RenderableType:
 _STYLES = {
     "training": "green",
     "waiting": "yellow",
+    "restarting": "yellow",
+    "fenced": "yellow",
     "finishing": "cyan",
     "finished": "cyan",
     "failed": "bold red",

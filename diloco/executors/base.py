@@ -47,7 +47,9 @@ class ReplicaHandle:
 
 @dataclass(frozen=True)
 class ReplicaResult:
-    """How a replica ended. `metrics` holds at least `preemptions`."""
+    """How a replica ended. `metrics` holds at least `preemptions`; the launcher adds `restarts`, how often it
+    relaunched the rank.
+    """
 
     rank: int
     status: Status
@@ -69,7 +71,10 @@ class ServerlessExecutor(Protocol):
         """Whether replicas could reach each other; the exchange never uses it."""
 
     def launch_replicas(self, specs: Sequence[ReplicaSpec]) -> list[ReplicaHandle]:
-        """Start all, or none: if one can't be started, those already started are stopped before the error is raised."""
+        """Start all, or none: if one can't be started, those already started are stopped before the error is raised.
+
+        Also called for a single rank whose process has ended: each call is a new submission.
+        """
 
     def poll(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaHandle]:
         """The same handles with their present status; never blocks for long."""

@@ -65,14 +65,17 @@ class LocalProcessExecutor:
         self._grace = grace
         self._command = tuple(ENTRYPOINT if command is None else command)
         self._processes: dict[str, _Process] = {}
+        self._together = 1
 
     def launch_replicas(self, specs: Sequence[ReplicaSpec]) -> list[ReplicaHandle]:
         """Start all, or none. Raises DilocoError naming the rank that could not be started."""
         handles: list[ReplicaHandle] = []
+        # One that is relaunched shares the machine with as many as before.
+        self._together = max(self._together, len(specs))
         try:
             self._log_dir.mkdir(parents=True, exist_ok=True)
             for spec in specs:
-                handles.append(self._launch(spec, replicas=len(specs)))  # noqa: PERF401 - what was started must be known
+                handles.append(self._launch(spec))  # noqa: PERF401 - what was started must be known
         except BaseException as problem:
             self.cancel(handles)
             if isinstance(problem, OSError):
@@ -121,13 +124,13 @@ class LocalProcessExecutor:
                 time.sleep(_WAIT_EVERY)
         return sorted((self._result(handle) for handle in self.poll(handles)), key=lambda result: result.rank)
 
-    def _launch(self, spec: ReplicaSpec, *, replicas: int) -> ReplicaHandle:
+    def _launch(self, spec: ReplicaSpec) -> ReplicaHandle:
         log = self._log_dir / f"rank-{spec.rank:05d}.log"
         with log.open("ab") as output:
             start = output.tell()
             process = guard.spawn(
                 [*self._command, *arguments(spec)],
-                env=self._environment(spec, replicas),
+                env=self._environment(spec),
                 output=output,
                 grace=self._grace,
                 hold=self._hold,
@@ -136,11 +139,11 @@ class LocalProcessExecutor:
         self._processes[job_id] = _Process(process, log, start)
         return ReplicaHandle(spec.rank, self.backend_name, job_id, "running", log_location=str(log))
 
-    def _environment(self, spec: ReplicaSpec, replicas: int) -> dict[str, str]:
+    def _environment(self, spec: ReplicaSpec) -> dict[str, str]:
         laid_over = {**os.environ, **self._env, **spec.env}
         env = {name: value for name, value in laid_over.items() if value is not None}
         # N replicas that each start a thread a core are slower than one.
-        env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // replicas)))
+        env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // self._together)))
         env["PYTHONUNBUFFERED"] = "1"
         env["REPLICA_RANK"] = str(spec.rank)
         env["WORLD_SIZE"] = str(spec.world_size)

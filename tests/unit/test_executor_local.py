@@ -95,7 +95,11 @@ def test_threads_are_shared_out_unless_set(tmp_path: Path, monkeypatch: pytest.M
     it = executor(tmp_path, "import os; print(os.environ['OMP_NUM_THREADS'])")
     handles = it.launch_replicas([spec(rank) for rank in range(2)])
     it.collect(handles, timeout=PATIENCE)
-    assert list(it.stream_logs(handles[0])) == [given or str(max(1, usable_cores() // 2))]
+    shared = given or str(max(1, usable_cores() // 2))
+    assert list(it.stream_logs(handles[0])) == [shared]
+    again = it.launch_replicas([spec(1)])  # relaunched beside the others
+    it.collect(again, timeout=PATIENCE)
+    assert list(it.stream_logs(again[0])) == [shared]
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,13 @@ def test_different_digests_are_shouted() -> None:
     assert "digests        DIFFERENT: the replicas do not hold the same bits" in lines
 
 
+def test_restarts_are_named_only_if_there_were_any() -> None:
+    assert not any(line.startswith("restarts") for line in drawn(report()))
+    restarted = report(replicas=[replica(0), replica(1, restarts=2), replica(2, restarts=1)])
+    assert "restarts       rank 1: 2, rank 2: 1" in drawn(restarted)
+    assert [line["restarts"] for line in restarted.document()["replicas"]] == [0, 2, 1]
+
+
 def test_a_trainer_without_evaluation_and_a_run_without_replicas() -> None:
     it = report(
         status="failed",

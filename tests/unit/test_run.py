@@ -4,52 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import re
-import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from diloco.errors import ConfigurationError, RunMismatchError, StoreError
 from diloco.exchange import layout
-from diloco.executors.local import LocalProcessExecutor
-from diloco.run import make_diloco_run, preflight, run_replicas
-from diloco.spec import RunSettings, SpecRecord, new_run_id
+from diloco.run import preflight, run_replicas
+from diloco.spec import SpecRecord, new_run_id
+from tests.support.standin_replica import executor, run, settings
 
 if TYPE_CHECKING:
-    from diloco.report import RunReport
+    from pathlib import Path
+
     from diloco.status import RunStatus
-
-STANDIN = Path(__file__).parents[1] / "support" / "standin_replica.py"
-
-
-def settings(folder: Path, *behave: str, **changes: Any) -> RunSettings:
-    values: dict[str, Any] = {
-        "replicas": len(behave) or 2,
-        "steps": 20,
-        "sync_every": 5,
-        "run_id": "run",
-        "rendezvous": folder.as_uri(),
-        "trainer_module": "json",
-        "trainer_fn": "loads",
-        "trainer_kwargs": {"behave": list(behave)},
-    }
-    return RunSettings.checked(**(values | changes))
-
-
-def executor(folder: Path) -> LocalProcessExecutor:
-    return LocalProcessExecutor(log_dir=folder / "logs", command=[sys.executable, str(STANDIN)], grace=0.5)
-
-
-def run(folder: Path, *behave: str, **changes: Any) -> RunReport:
-    return make_diloco_run(executor(folder), settings(folder, *behave, **changes))
 
 
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
         ({"replicas": 0}, "--replicas 0 is below 1: use at least 1"),
+        ({"max_restarts": -1}, "--max-restarts -1 is below 0: use at least 0"),
         (
             {"sync_every": 30},
             "--sync-every 30 is above --steps 20, so nothing would be exchanged: use --sync-every 20 or less",
@@ -90,7 +66,7 @@ def test_fresh_run_ids_are_valid() -> None:
 
 
 def test_replicas_get_the_schedule_and_the_output(tmp_path: Path) -> None:
-    [first, second] = settings(tmp_path, output="s3://models/", seed=3, fragments=5).replica_specs()
+    [first, second] = settings(tmp_path, output="s3://models/", seed=3, fragments=5).replica_specs("the nonce")
     assert (first.rank, second.rank, second.world_size) == (0, 1, 2)
     assert second.rendezvous_uri == f"{tmp_path.as_uri()}/run"
     assert second.trainer_kwargs == {
@@ -102,6 +78,7 @@ def test_replicas_get_the_schedule_and_the_output(tmp_path: Path) -> None:
         "behave": [],
     }
     assert second.exchange["output_uri"] == "s3://models/run"
+    assert second.env == {"DILOCO_LAUNCHER": "the nonce"}
 
 
 @pytest.mark.parametrize(
@@ -145,7 +122,7 @@ def test_a_trainer_is_looked_for_but_not_imported(
 
 def test_a_run_is_reported_from_the_bucket(tmp_path: Path) -> None:
     seen: list[RunStatus] = []
-    report = make_diloco_run(executor(tmp_path), settings(tmp_path, "ok", "late"), on_status=seen.append)
+    report = run(tmp_path, "ok", "late", on_status=seen.append)
     assert report.document() == {
         "run_id": "run",
         "status": "succeeded",
@@ -165,6 +142,7 @@ def test_a_run_is_reported_from_the_bucket(tmp_path: Path) -> None:
                 "bytes_down": 3000,
                 "requests": 40,
                 "digest": "d",
+                "restarts": 0,
             }
             for rank in range(2)
         ],
@@ -227,10 +205,10 @@ def test_skip_goes_on_while_enough_are_left(tmp_path: Path) -> None:
 
 
 def test_skip_ends_when_too_few_are_left(tmp_path: Path) -> None:
-    report = run(tmp_path, "hang", "refuse", "refuse", exchange={"policy": "skip", "min_replicas": 2})
-    assert report.error is not None
-    assert re.fullmatch(
-        r"rank [12] ended with exit code 78: it does not want to \(left: 1, --min-replicas 2\)", report.error
+    report = run(tmp_path, "hang", "crash", "crash", exchange={"policy": "skip", "min_replicas": 2})
+    assert report.error == (
+        "rank 1 ended with exit code 137: killed by SIGKILL; rank 2 ended with exit code 137: killed by SIGKILL"
+        " (left: 1, --min-replicas 2)"
     )
 
 
@@ -243,8 +221,7 @@ def test_exit_code_zero_is_no_result(tmp_path: Path) -> None:
 def test_beats_of_an_earlier_launch_are_not_shown(tmp_path: Path) -> None:
     run(tmp_path, "crash", "hang")
     seen: list[RunStatus] = []
-    spec = settings(tmp_path, "crash", "hang")
-    report = make_diloco_run(executor(tmp_path), spec, on_status=seen.append)
+    report = run(tmp_path, "crash", "hang", on_status=seen.append)
     # Rank 1 of the first launch may have been stopped before it claimed its place.
     assert {beat.attempt for status in seen for beat in status.beats if beat.rank == 0} == {2}
     assert report.replicas[0].steps == 5

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from diloco.exchange import layout
 from diloco.exchange.layout import Member
-from diloco.exchange.records import Beat, Claim
+from diloco.exchange.records import Beat, Claim, LauncherBeat
 from diloco.exchange.store import Store, open_store
 from diloco.status import (
     LiveView,
@@ -22,6 +22,7 @@ from diloco.status import (
     count,
     duration,
     make_view,
+    newest_claim,
     read_beats,
     size,
     status_line,
@@ -111,6 +112,31 @@ def test_plain_lines_are_no_flood() -> None:
     assert shown(status(dead)) == []
 
 
+RESTART = "restart 1 of 3 in 2 s: exit code 137: killed by SIGKILL"
+
+
+def test_what_restarts_is_shown() -> None:
+    waiting = ReplicaStatus(1, "failed", 137, beat(1, waiting_for=["rank 0"]), supervision="restarting", note=RESTART)
+    fenced = ReplicaStatus(2, "failed", 76, beat(2), supervision="fenced", note="fenced: replaced by attempt 2")
+    lines = [line.rstrip() for line in drawn(status(running(0), waiting, fenced), 120).splitlines()]
+    assert lines[4].split(maxsplit=6) == ["1", "restarting", "50", "2", "4.000", "1.5k", RESTART]
+    assert lines[5].split(maxsplit=6) == ["2", "fenced", "50", "2", "5.000", "1.5k", "fenced: replaced by attempt 2"]
+    assert max(map(len, drawn(status(running(0), waiting), 80).splitlines())) <= 80
+
+
+def test_each_end_of_a_rank_is_one_plain_line() -> None:
+    out = io.StringIO()
+    view = PlainView(Console(file=out, width=80), clock=lambda: 0.0)
+    for restarts in (0, 1):
+        note = RESTART.replace("1 of", f"{restarts + 1} of")
+        died = ReplicaStatus(0, "failed", 137, beat(0), restarts=restarts, supervision="restarting", note=note)
+        view.show(status(died))
+        view.show(status(died))
+        view.show(status(ReplicaStatus(0, "running", None, beat(0), restarts=restarts + 1)))
+    lines = [line for line in out.getvalue().splitlines() if line.startswith("rank 0")]
+    assert lines == [f"rank 0: {RESTART}", f"rank 0: {RESTART.replace('1 of', '2 of')}"]
+
+
 def test_a_live_table_only_where_there_is_a_terminal() -> None:
     assert isinstance(make_view(Console(file=io.StringIO())), PlainView)
     out = io.StringIO()
@@ -128,9 +154,14 @@ def test_the_newest_beat_of_each_rank_is_read_unless_it_is_to_be_ignored() -> No
             await store.write(layout.claim(member), Claim(rank=rank, attempt=attempt, host="h", pid=1).to_json())
             await store.write(layout.beat(member), beat(rank, attempt=attempt).to_json())
         await store.write(f"{layout.BEATS}readme.txt", b"alien")
+        await store.write(layout.launcher_beat(1), LauncherBeat(number=1, counter=1).to_json())
         found = await read_beats(store, frozenset())
         assert {rank: it.attempt for rank, it in found.items()} == {0: 2, 1: 1}
         assert await read_beats(store, await claimed_members(store)) == {}
+        newest = await newest_claim(store, 0)
+        assert newest is not None
+        assert newest.attempt == 2
+        assert await newest_claim(store, 5) is None
 
     asyncio.run(scenario(open_store("memory://")))
 
