@@ -91,9 +91,17 @@ def run(
     timeout: Annotated[
         float, typer.Option(help="Seconds until a round that is not committed ends a replica.")
     ] = 1800.0,
-    grace: Annotated[float, typer.Option(help="Seconds that skip waits for stragglers.")] = 30.0,
+    grace: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds that skip waits for stragglers.  [default: by the ranks' recent arrivals]", show_default=False
+        ),
+    ] = None,
+    checkpoint_every: Annotated[int, typer.Option(help="Rounds between two checkpoints.")] = 10,
+    max_restarts: Annotated[int, typer.Option(help="Relaunches of each rank whose process died; 0: none.")] = 3,
     seed: Annotated[int, typer.Option(help="Seed of the model's first state and of the order of data.")] = 0,
     run_id: Annotated[str | None, typer.Option(help="Name of the run; the same name resumes it.")] = None,
+    takeover: Annotated[bool, typer.Option("--takeover", help="Replace a launcher that may live at once.")] = False,
     trainer_module: Annotated[str, typer.Option(help="Module of the trainer.")] = "diloco.training",
     trainer_fn: Annotated[str, typer.Option(help="Function of the trainer.")] = "diloco_train",
     trainer_kwargs_json: Annotated[str, typer.Option(help="More arguments of the trainer, a JSON object.")] = "{}",
@@ -124,18 +132,25 @@ def run(
         trainer_module=trainer_module,
         trainer_fn=trainer_fn,
         trainer_kwargs=_trainer_kwargs(trainer_module, trainer_kwargs_json, model=model, data=data),
+        max_restarts=max_restarts,
         exchange={
             "policy": policy.value,
             "min_replicas": min_replicas,
             "codec": codec.value,
             "timeout": timeout,
             "grace": grace,
+            "checkpoint_every": checkpoint_every,
         },
     )
     if baseline and not settings.default_trainer:
         raise ConfigurationError("--baseline knows only the default trainer: leave out --baseline or --trainer-module")
     launch = _LocalLaunch(
-        settings, embedded=rendezvous is None, endpoint_url=endpoint_url, baseline=baseline, as_json=as_json
+        settings,
+        embedded=rendezvous is None,
+        endpoint_url=endpoint_url,
+        takeover=takeover,
+        baseline=baseline,
+        as_json=as_json,
     )
     raise typer.Exit(launch.run())
 
@@ -238,13 +253,22 @@ class _LocalLaunch:
     """One `run --local`: everything that lives around the replicas, in the order in which it must be undone."""
 
     def __init__(
-        self, settings: RunSettings, *, embedded: bool, endpoint_url: str | None, baseline: bool, as_json: bool
+        self,
+        settings: RunSettings,
+        *,
+        embedded: bool,
+        endpoint_url: str | None,
+        takeover: bool,
+        baseline: bool,
+        as_json: bool,
     ) -> None:
         from diloco.local_run import RunFolder
 
         self._settings = settings
         self._embedded = embedded
         self._endpoint_url = endpoint_url
+        # The embedded S3 lives in the folder whose lock this launcher holds: no other one can be alive.
+        self._takeover = takeover or embedded
         self._baseline = baseline
         self._as_json = as_json
         self._console = Console(stderr=as_json, highlight=False)
@@ -290,7 +314,9 @@ class _LocalLaunch:
         executor = LocalProcessExecutor(log_dir=self._folder.logs, hold=[lock])
         self._say(f"run {self._settings.run_id}: {self._settings.uri}")
         with make_view(self._console) as view:
-            report = await run_replicas(executor, self._settings, on_status=view.show)
+            report = await run_replicas(
+                executor, self._settings, takeover=self._takeover, on_status=view.show, on_note=self._say
+            )
         if self._embedded and report.model_uri is not None:
             await copy_model(report.model_uri, self._folder.model)
         if self._baseline and report.succeeded:

@@ -2,10 +2,12 @@
 
 `behave` in the trainer's arguments lists the ranks' behaviours: `ok` writes all that a replica leaves (rank 0 the
 result as well), `patient` does so once another rank is at its second attempt, `late` once the result is there, `hang`
-sleeps after its first beat, `stubborn` also ignores SIGTERM, `refuse` ends at once with an error line, `crash` ends by
-SIGKILL after its first beat, `exit 69` with that code and an error line, `fenced` with code 76 after it has claimed its
-rank's next attempt for somebody else, `no-result` leaves all but the result. `crash,ok` crashes in the first attempt of
-its rank and is ok from the second on.
+sleeps after its first beat, `mute` without any, `stubborn` sleeps and ignores SIGTERM, `refuse` ends at once with an
+error line, `crash` ends by SIGKILL after its first beat, `exit 69` with that code and an error line, `fenced` with code
+76 after it has claimed its rank's next attempt for somebody else, `no-result` leaves all but the result. `crash,ok`
+crashes in the first attempt of its rank and is ok from the second on.
+
+As a module it launches such runs, at a quick pace; what that needs is imported there, so that the processes start fast.
 """
 
 from __future__ import annotations
@@ -183,8 +185,11 @@ def main() -> int:
     if behaviour == "refuse":
         sys.stderr.write("diloco: error: it does not want to\n")
         return 78
+    if behaviour == "mute":
+        wait_for("never", root)
     if behaviour == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (root / "told.json").write_text(options.exchange_json)
     claim(root, member, pid=os.getpid(), launcher=os.environ.get("DILOCO_LAUNCHER"))
     beat = Beat(rank=rank, attempt=member.attempt, counter=1, phase="training", step=5, round=1, loss=4.0, tokens=500)
     write(root, layout.beat(member), beat)

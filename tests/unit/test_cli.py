@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from diloco.cli import main, resume_command
 from diloco.exchange.records import Claim
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 ROOT = Path(__file__).parents[2]
 STANDIN = ROOT / "tests" / "support" / "standin_replica.py"
@@ -25,11 +26,16 @@ PATIENCE = 30.0
 
 RUN = ["run", "--local", "--replicas", "2", "--steps", "20", "--sync-every", "5"]
 
-# The real command line with another program in the place of the replicas'.
+# The real command line with another program in the place of the replicas', and a quick pace.
 DRIVER = f"""
-import sys
+import os, sys
 import diloco.executors.local as local
 local.ENTRYPOINT = (sys.executable, {str(STANDIN)!r})
+import diloco.run
+from diloco.supervisor import Backoff
+diloco.run.PACE = diloco.run.Pace(
+    processes=0.05, status=0.1, beats=0.1, dead_after=float(os.environ["DEAD_AFTER"]), restarts=Backoff(0.01, 0.01)
+)
 from diloco.cli import main
 sys.exit(main(sys.argv[1:]))
 """
@@ -45,6 +51,9 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "line"),
     [
         ([*RUN, "--replicas", "0"], "--replicas 0 is below 1: use at least 1"),
+        ([*RUN, "--max-restarts", "-1"], "--max-restarts -1 is below 0: use at least 0"),
+        ([*RUN, "--grace", "-1"], "--grace -1.0: input should be greater than or equal to 0"),
+        ([*RUN, "--checkpoint-every", "0"], "--checkpoint-every 0: input should be greater than or equal to 1"),
         ([*RUN, "--replicas", "two"], "Invalid value for '--replicas'"),
         ([*RUN, "--sync-evry", "5"], "No such option"),
         (["run", "--local"], "Missing option"),
@@ -119,7 +128,8 @@ class Launch:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.process: subprocess.Popen[str] | None = None
+        self.dead_after = 1.0
+        self.processes: list[subprocess.Popen[str]] = []
 
     def command(self, *behave: str, **changes: str) -> list[str]:
         options = {
@@ -134,16 +144,27 @@ class Launch:
         words = [word for pair in options.items() for word in pair]
         return [sys.executable, "-c", DRIVER, "run", "--local", "--json", *words]
 
-    def start(self, *behave: str) -> subprocess.Popen[str]:
-        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    def start(
+        self, *behave: str, more: Sequence[str] = (), cwd: Path | None = None, command: Sequence[str] | None = None
+    ) -> subprocess.Popen[str]:
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(self.command(*behave), env=env, stdout=pipe, stderr=pipe, text=True)
-        return self.process
+        process = subprocess.Popen(
+            command or [*self.command(*behave), *more], cwd=cwd, env=self.env, stdout=pipe, stderr=pipe, text=True
+        )
+        self.processes.append(process)
+        return process
 
-    def run(self, *behave: str, **changes: str) -> subprocess.CompletedProcess[str]:
-        env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        command = self.command(*behave, **changes)
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    @property
+    def env(self) -> dict[str, str]:
+        return {**os.environ, "PYTHONPATH": str(ROOT), "DEAD_AFTER": str(self.dead_after)}
+
+    def run(
+        self, *behave: str, more: Sequence[str] = (), cwd: Path | None = None, **changes: str
+    ) -> subprocess.CompletedProcess[str]:
+        command = [*self.command(*behave, **changes), *more]
+        return subprocess.run(
+            command, cwd=cwd, env=self.env, capture_output=True, text=True, timeout=PATIENCE, check=False
+        )
 
     def wait_for_beats(self, ranks: int) -> None:
         """Until so many replicas have written their first beat."""
@@ -153,8 +174,16 @@ class Launch:
         claims = (Claim.from_json(path.read_bytes(), str(path)) for path in self._members("members"))
         return [claim.pid for claim in claims]
 
+    def launchers(self) -> list[str]:
+        return sorted(path.name for path in (self.folder / "rendezvous" / "x1" / "launcher").iterdir())
+
+    def exchange(self, run_id: str = "x1") -> dict[str, Any]:
+        """What the replicas were told of the exchange, as far as it is looked at here."""
+        told = json.loads((self.folder / "rendezvous" / run_id / "told.json").read_text())
+        return {name: told[name] for name in ("grace", "checkpoint_every")}
+
     def _members(self, prefix: str) -> Iterator[Path]:
-        return (self.folder / "rendezvous" / "x1" / prefix).glob("*/*.json")
+        return (self.folder / "rendezvous" / "x1" / prefix).glob("[0-9]*/*.json")
 
 
 def wait_until(there: Any) -> None:
@@ -177,9 +206,10 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
     it = Launch(tmp_path)
     (tmp_path / "rendezvous").mkdir()
     yield it
-    if it.process is not None and it.process.poll() is None:
-        it.process.kill()
-        it.process.communicate()
+    for process in it.processes:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
 
 
 def test_stdout_carries_one_document(launch: Launch) -> None:
@@ -235,13 +265,111 @@ def test_a_second_launcher_is_refused_and_a_killed_one_replaced(launch: Launch) 
     process.communicate()
 
 
+def test_options_reach_the_replicas(launch: Launch) -> None:
+    done = launch.run("ok", more=["--checkpoint-every", "3", "--max-restarts", "0"])
+    assert done.returncode == 0, done.stderr
+    assert launch.exchange() == {"grace": None, "checkpoint_every": 3}
+    done = launch.run("ok", run_id="x2", grace="2.5")
+    assert done.returncode == 0, done.stderr
+    assert launch.exchange("x2") == {"grace": 2.5, "checkpoint_every": 10}
+
+
+def test_a_restart_is_told_in_a_line_and_in_the_document(launch: Launch) -> None:
+    done = launch.run("patient", "crash,late")
+    assert done.returncode == 0, done.stderr
+    assert [line["restarts"] for line in json.loads(done.stdout)["replicas"]] == [0, 1]
+    assert "rank 1: restart 1 of 3 in 0 s: exit code 137: killed by SIGKILL" in done.stderr.splitlines()
+    assert "restarts       rank 1: 1" in [line.rstrip() for line in done.stderr.splitlines()]
+
+
+def test_out_of_restarts(launch: Launch) -> None:
+    done = launch.run("hang", "crash", max_restarts="1")
+    assert done.returncode == 1
+    document = json.loads(done.stdout)
+    assert document["error"] == "rank 1 ended with exit code 137: killed by SIGKILL (restarted 1 time)"
+    assert [line["restarts"] for line in document["replicas"]] == [0, 1]
+
+
+BEGUN = ("hang,ok", "hang,late")  # they end only when they are launched again
+
+
+def killed(launch: Launch) -> int:
+    """A launcher that began and was killed, so that its last beat does not say that it ended; its process id."""
+    process = launch.start(*BEGUN)
+    launch.wait_for_beats(2)
+    process.kill()
+    process.communicate()
+    return process.pid
+
+
+def test_a_launcher_that_follows_a_killed_one_waits_until_its_beat_is_dead(launch: Launch) -> None:
+    pid = killed(launch)
+    done = launch.run(*BEGUN)
+    assert done.returncode == 0, done.stderr
+    assert f"launcher 1 (process {pid} on {socket.gethostname()})" in done.stderr
+    assert "may still supervise this run: waiting 1 s for its beat; --takeover does not wait" in done.stderr
+    assert launch.launchers() == ["00001.json", "00002.json"]
+
+
+def test_takeover_does_not_wait(launch: Launch) -> None:
+    killed(launch)
+    launch.dead_after = 3600.0
+    done = launch.run(*BEGUN, more=["--takeover"])
+    assert done.returncode == 0, done.stderr
+    assert "may still supervise" not in done.stderr
+    assert launch.launchers() == ["00001.json", "00002.json"]
+
+
+def test_a_launcher_elsewhere_is_refused_or_takes_over(launch: Launch, tmp_path: Path) -> None:
+    first = launch.start("hang", "hang")
+    launch.wait_for_beats(2)
+    launch.dead_after = 3600.0
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    refused = launch.run("hang", "hang", cwd=elsewhere)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.splitlines()[-1] == (
+        f"diloco: error: launcher 1 (process {first.pid} on {socket.gethostname()}) supervises this run: wait for it,"
+        " stop it, or take the run over with --takeover"
+    )
+    assert list(elsewhere.iterdir()) == []
+    assert first.poll() is None
+    old = launch.pids()
+    second = launch.start("hang", "hang", cwd=elsewhere, more=["--takeover"])
+    stdout, stderr = first.communicate(timeout=PATIENCE)
+    assert first.returncode == 1
+    assert json.loads(stdout)["error"] == (
+        f"launcher 2 (process {second.pid} on {socket.gethostname()}) took this run over:"
+        " this launcher stopped its own replicas"
+    )
+    assert "Traceback" not in stderr
+    assert not any(map(lives, old))
+    launch.wait_for_beats(4)
+    assert second.poll() is None
+    second.send_signal(signal.SIGTERM)
+    assert second.wait(PATIENCE) == 143
+
+
+def test_a_killed_launcher_of_an_embedded_s3_is_followed_at_once(launch: Launch) -> None:
+    pytest.importorskip("ministack")
+    launch.dead_after = 3600.0  # the folder's lock says that it is dead
+    command = [word for word in launch.command("mute") if word != "--rendezvous" and not word.startswith("file:")]
+    objects = Path.cwd() / ".diloco" / "runs" / "x1" / "s3"
+    for number in (1, 2):
+        process = launch.start(command=command)
+        wait_until(lambda: any(f"launcher/0000{number}.json" in str(path) for path in objects.rglob("*")))  # noqa: B023
+        process.kill()
+        process.communicate()
+
+
 def test_the_embedded_s3_keeps_the_run(launch: Launch) -> None:
     pytest.importorskip("ministack")
     command = [word for word in launch.command("refuse") if word != "--rendezvous" and not word.startswith("file:")]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
 
     def run(*more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*command, *more], env=env, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        return subprocess.run(
+            [*command, *more], env=launch.env, capture_output=True, text=True, timeout=PATIENCE, check=False
+        )
 
     first = run()
     assert first.returncode == 1, first.stderr
