@@ -234,6 +234,8 @@ def test_a_killed_replica_is_relaunched_and_the_run_succeeds(tmp_path: Path, pol
     assert notes(seen, 1) == ["restart 1 of 3 in 0 s: exit code 137: killed by SIGKILL"]
     assert {status.replicas[1].phase for status in seen} >= {"training", "restarting", "starting", "finished"}
     assert notes(seen, 0) == []
+    again = [status.replicas[1] for status in seen if status.replicas[1].restarts]
+    assert {it.beat.attempt for it in again if it.beat} == {2}, "the beat of the process that died is not the new one's"
     mine = launcher(tmp_path, 1).nonce
     assert [(claim.attempt, claim.launcher) for claim in claims(tmp_path, 1)] == [(1, mine), (2, mine)]
 
