@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
     from typing import Any
 
-    from diloco.errors import DilocoError
-
 T = TypeVar("T")
 
 
@@ -48,11 +46,23 @@ class Background:
             self._fatal.result()
         return future.result()
 
+    def watch(self, coroutine: Coroutine[Any, Any, None]) -> concurrent.futures.Future[None]:
+        """Run a coroutine that nobody waits for: what it raises ends every present and later wait."""
+        future = self.submit(coroutine)
+
+        def look(done: concurrent.futures.Future[None]) -> None:
+            problem = None if done.cancelled() else done.exception()
+            if problem is not None:
+                self.fail(problem)
+
+        future.add_done_callback(look)
+        return future
+
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the thread and wait for it."""
         return self.result(self.submit(coroutine))
 
-    def fail(self, problem: DilocoError) -> None:
+    def fail(self, problem: BaseException) -> None:
         """End every present and later wait with this error."""
         if not self._fatal.done():
             self._fatal.set_exception(problem)
@@ -62,16 +72,20 @@ class Background:
         """Whether :meth:`fail` was called."""
         return self._fatal.done()
 
-    def stop(self) -> None:
-        """Cancel what still runs, end the thread and wait for it."""
+    def cancel_all(self) -> None:
+        """Cancel what still runs, and wait until it has ended."""
 
-        async def cancel_all() -> None:
+        async def cancel() -> None:
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+        asyncio.run_coroutine_threadsafe(cancel(), self._loop).result()
+
+    def stop(self) -> None:
+        """Cancel what still runs, end the thread and wait for it. Harmless the second time."""
         if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(cancel_all(), self._loop).result()
+            self.cancel_all()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()

@@ -59,7 +59,7 @@ class AccessDeniedError(StoreError):
 
 
 class BucketMissingError(StoreError):
-    """The bucket (or the parent folder) does not exist."""
+    """The bucket does not exist."""
 
 
 class ConditionalWriteError(StoreError):

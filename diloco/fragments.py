@@ -115,6 +115,10 @@ def _check_parameter(index: int, name: str, parameter: nn.Parameter) -> None:
         raise ConfigurationError(
             f"parameter {name} of fragment {index} is sharded (DTensor): a replica holds its model whole"
         )
+    if parameter.ndim == 0:
+        raise ConfigurationError(
+            f"parameter {name} of fragment {index} has no dimension, which torchft 0.2.0 can't copy: use shape [1]"
+        )
     if parameter.dtype != torch.float32:
         raise ConfigurationError(
             f"parameter {name} of fragment {index} is {str(parameter.dtype).removeprefix('torch.')}: small outer steps "

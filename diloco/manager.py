@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.distributed_c10d import Work
 
 from diloco.errors import ConfigurationError, CorruptObjectError, DilocoError, StoreError
 from diloco.exchange import ending, inner
@@ -26,11 +25,12 @@ from diloco.exchange.replica import Replica, Turn
 from diloco.exchange.settings import ExchangeSettings
 from diloco.exchange.store import open_store
 from diloco.presence import Presence
+from diloco.progress import finite
+from diloco.work import InBackground, RoundWork, in_place, synchronize
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Generator, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
     from concurrent.futures import Future
-    from datetime import timedelta
 
     from diloco.exchange.checkpoint import Snapshot
     from diloco.exchange.clock import Clock
@@ -39,24 +39,6 @@ if TYPE_CHECKING:
     from diloco.exchange.store import Store
 
 logger = logging.getLogger(__name__)
-
-
-class RoundWork(Work):
-    """The pending average of one tensor. All tensors of a round share one exchange."""
-
-    def __init__(self, settle: Callable[[], object], done: Callable[[], bool]) -> None:
-        super().__init__()
-        self._settle = settle
-        self._done = done
-
-    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - the exchange's own time-out names whom it waited for
-        """Block until the mean is in the tensor. Raises what ended the round."""
-        self._settle()
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._done()
 
 
 @dataclass
@@ -157,12 +139,12 @@ class ObjectStoreManager:
         """
         self.presence.start()
         self._model = model
+        synchronize()
         inner = self.presence.call(self._enter(model))
         model.load_globals()
         if inner is not None:
             model.load_inner(inner)
-        self._tokens = [0] * len(model.states)
-        self._steps = [0] * len(model.states)
+        self._forget_work()
         self._note_step()
         self.progress.start_training()
 
@@ -213,8 +195,7 @@ class ObjectStoreManager:
         self._round = _Round(turn) if turn is not None else None
         if turn is None or turn.abstain is not None:
             model.load_globals()
-            self._tokens = [0] * len(model.states)
-            self._steps = [0] * len(model.states)
+            self._forget_work()
             self._note_step()
 
     def current_step(self) -> int:
@@ -231,6 +212,7 @@ class ObjectStoreManager:
         round_.tensors.append(tensor)
         fragment = round_.turn.fragment
         if len(round_.tensors) == len(self._attached().call_order[fragment]):
+            synchronize()  # the background thread reads the tensors outside the stream that computes them
             round_.turn.weight = max(self._tokens[fragment] or self._steps[fragment], 1)
             round_.future = self.presence.background.submit(self._exchange(round_))
         return RoundWork(lambda: self._settle(round_), lambda: round_.future is not None and round_.future.done())
@@ -244,7 +226,7 @@ class ObjectStoreManager:
         by_name = dict(zip(self._attached().call_order[round_.turn.fragment], round_.tensors, strict=True))
         tensors = [by_name[name] for name in self._attached().states[round_.turn.fragment].names]
         # On the CPU the mean is added up in the gradients themselves; a GPU's get it in one copy.
-        here = [tensor if _in_place(tensor) else torch.empty(tensor.shape, dtype=torch.float32) for tensor in tensors]
+        here = [tensor if in_place(tensor) else torch.empty(tensor.shape, dtype=torch.float32) for tensor in tensors]
         await self._in_run().exchange(round_.turn, tensors, here)
         for tensor, mean in zip(tensors, here, strict=True):
             if round_.turn.averaged and tensor is not mean:
@@ -270,6 +252,7 @@ class ObjectStoreManager:
         if turn is None:
             return
         model, replica = self._attached(), self._in_run()
+        synchronize()
         snapshot = replica.applied(turn)
         self._note_step()
         if turn.outcome is not None:
@@ -279,6 +262,7 @@ class ObjectStoreManager:
             # The other fragments are poisoned too, and so are the inner optimizer's moments.
             model.load_globals()
             model.reset_inner()
+            self._forget_work()
         if turn.outcome is not None and replica.round % self.presence.settings.checkpoint_every == 0:
             self._save(snapshot, model.copy_inner() if replica.round < self.run.rounds else {})
 
@@ -289,7 +273,7 @@ class ObjectStoreManager:
                 "round %d: the last checkpoint is still being written; this one is left out", self.run.rounds
             )
             return
-        self._writing = self.presence.background.submit(self._write(snapshot, state, self._in_run().round))
+        self._writing = self.presence.background.watch(self._write(snapshot, state, self._in_run().round))
 
     async def _write(self, snapshot: Snapshot | None, state: dict[str, torch.Tensor], round_: int) -> None:
         replica = self._in_run()
@@ -308,16 +292,17 @@ class ObjectStoreManager:
     def inner_step(self) -> int:
         """The global inner step that comes next, from 0: a function of the round and the step within it."""
         run = self._attached().run
-        return self._in_run().round * (run.sync_every // run.fragments) + self._local_step
+        interval = run.sync_every // run.fragments
+        return min(self._in_run().round * interval + self._local_step, run.rounds * interval)
 
     def report(self, *, loss: float | None = None, tokens: int = 0) -> None:
         """Note one inner step's training loss (nats a token) and its tokens, before the optimizer's step; tokens
         weigh the contribution.
         """
-        self.progress.loss = loss if loss is None or loss == loss else None
-        self.progress.tokens += tokens
+        self.progress.loss = finite(loss)
+        self.progress.tokens += int(tokens)
         for fragment in range(len(self._tokens)):
-            self._tokens[fragment] += tokens
+            self._tokens[fragment] += int(tokens)
 
     def report_evaluation(self, loss: float) -> None:
         """Note the held-out loss (nats a token) of the global parameters at this round's beginning."""
@@ -350,7 +335,8 @@ class ObjectStoreManager:
                 save(Path(folder))
             uri = self.presence.settings.output_uri
             output = open_store(uri) if uri is not None else None
-            return self.presence.call(ending.write_result(replica.context, digest, found, model_folder, output))
+            writing = ending.write_result(replica.context, digest, found, model_folder, output)
+            return self.presence.call(writing)
 
     def close(self, *, trainer: dict[str, Any] | None = None, problem: BaseException | None = None) -> None:
         """End: write what there is to report; see :meth:`diloco.presence.Presence.close`."""
@@ -368,34 +354,25 @@ class ObjectStoreManager:
             raise RuntimeError("no model is attached: call make_diloco_outer_loop first")
         return self._replica
 
+    def _forget_work(self) -> None:
+        """All parameters are the global ones: nothing is behind any fragment's next contribution."""
+        self._tokens = [0] * len(self._attached().states)
+        self._steps = [0] * len(self._attached().states)
+
     def _note_step(self) -> None:
         self.progress.step, self.progress.round = self.inner_step, self._in_run().round
 
     def _start_digest(self, state: FragmentState) -> Awaitable[str]:
         future = self.presence.background.submit(asyncio.to_thread(state.digest))
         future.add_done_callback(lambda done: self._note_digest(state, done))
-        return _InBackground(future)
+        return InBackground(future)
 
     def _note_digest(self, state: FragmentState, done: Future[str]) -> None:
         if not done.cancelled() and done.exception() is None:
             self.progress.digest, self.progress.digest_round = done.result(), state.last_round
 
 
-class _InBackground:
-    """A future of the background thread, awaitable there any number of times."""
-
-    def __init__(self, future: Future[str]) -> None:
-        self._future = future
-
-    def __await__(self) -> Generator[Any, None, str]:
-        return asyncio.wrap_future(self._future).__await__()
-
-
 def _log(turn: Turn, commit: Commit) -> None:
     named = ", ".join(f"rank {out.rank} ({out.reason})" for out in commit.left_out)
     ranks = [participant.rank for participant in commit.participants]
     logger.info("round %d: averaged ranks %s%s", turn.round, ranks, f"; left out: {named}" if named else "")
-
-
-def _in_place(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.is_contiguous()

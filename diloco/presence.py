@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +11,8 @@ from diloco.exchange import layout, membership
 from diloco.exchange.clock import SystemClock
 from diloco.exchange.records import ErrorReport, Evaluation
 from diloco.exchange.retrying import RetryingStore
-from diloco.exchange.store import check_store, create_once, open_store
-from diloco.progress import Progress
+from diloco.exchange.store import CHECK_SECONDS, check_store, create_once, open_store
+from diloco.progress import Progress, finite
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -59,8 +58,7 @@ class Presence:
         self.settings = settings
         self.progress = Progress()
         self.clock = clock or SystemClock()
-        self._bare_store = store or open_store(rendezvous_uri)
-        self.store = RetryingStore(self._bare_store, self.clock, budget=settings.retry_for)
+        self.store = RetryingStore(store or open_store(rendezvous_uri), self.clock, budget=settings.retry_for)
         self.background = Background(f"diloco-exchange-{rank}")
         self.context: Context | None = None
         self._launcher = launcher
@@ -82,12 +80,12 @@ class Presence:
         """
 
         async def join() -> Member:
-            await check_store(self._bare_store)
+            await check_store(self.store, seconds=CHECK_SECONDS + self.settings.retry_for)
             return await membership.claim(self.store, self.rank, launcher=self._launcher)
 
         if self._member is None:
             self._member = self.background.call(join())
-            self.background.submit(self._beat_for_ever())
+            self.background.watch(self._beat_for_ever())
 
     def wait(self, work: Future[T]) -> T:
         """Block the training thread on background work; the time counts as waiting."""
@@ -121,7 +119,7 @@ class Presence:
 
     def report_evaluation(self, round_: int, loss: float) -> None:
         """Note the held-out loss of the global parameters before a round; whoever is first stays."""
-        record = Evaluation(round=round_, loss=loss, rank=self.rank, attempt=self.member.attempt)
+        record = Evaluation(round=round_, loss=finite(loss), rank=self.rank, attempt=self.member.attempt)
         self._evaluations.append(self.background.submit(create_once(self.store, layout.evaluation(round_), record)))
 
     def close(self, *, trainer: dict[str, Any], problem: BaseException | None) -> None:
@@ -130,6 +128,11 @@ class Presence:
         Raises StoreError when the report can't be written; an error that can't be written is only logged.
         """
         try:
+            if problem is None:
+                for evaluation in self._evaluations:
+                    self.background.result(evaluation)
+            # Else a round that nobody waits for any more would go on polling a store that is being closed.
+            self.background.cancel_all()
             if self._member is not None:
                 self.background.submit(self._last_words(trainer, problem)).result()
         finally:
@@ -141,7 +144,6 @@ class Presence:
         progress.phase = "finished" if problem is None else "failed"
         try:
             if problem is None:
-                await asyncio.gather(*(asyncio.wrap_future(future) for future in self._evaluations))
                 report = progress.report(member, self.store.stats, trainer)
                 await self.store.write(layout.result(member), report.to_json())
             else:

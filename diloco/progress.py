@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,6 +12,12 @@ from diloco.exchange.records import Beat, ReplicaReport
 if TYPE_CHECKING:
     from diloco.exchange.layout import Member
     from diloco.exchange.store import Stats
+
+
+def finite(value: float | None) -> float | None:
+    """The number, or None where JSON could not hold it."""
+    return value if value is not None and math.isfinite(value) else None
+
 
 Phase = Literal["starting", "training", "waiting", "finishing", "finished", "failed"]
 

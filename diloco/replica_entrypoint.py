@@ -18,6 +18,7 @@ import importlib
 import inspect
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -185,11 +186,8 @@ def _plain(returned: object) -> dict[str, Any]:
     """What JSON can hold of a trainer's result."""
     if not isinstance(returned, dict):
         return {}
-    return {
-        str(key): value
-        for key, value in returned.items()
-        if isinstance(value, (str, int, float, bool, type(None))) and value == value
-    }
+    plain = {str(key): value for key, value in returned.items() if isinstance(value, str | int | float | None)}
+    return {key: value for key, value in plain.items() if not isinstance(value, float) or math.isfinite(value)}
 
 
 if __name__ == "__main__":

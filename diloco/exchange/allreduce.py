@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from diloco.errors import DivergedError, ObjectMissingError, OutcomeUnknownError, RoundError
 from diloco.exchange import codec, layout, rounds
-from diloco.exchange.checkpoint import committed_mean, read_commit
+from diloco.exchange.checkpoint import check_fragment, committed_mean, read_commit
 from diloco.exchange.clock import Timer
 from diloco.exchange.flat import Flat
 from diloco.exchange.grace import Grace
-from diloco.exchange.membership import Attendance, check_fence
+from diloco.exchange.membership import Attendance, check_fence, newest_attempts
 from diloco.exchange.records import Commit, Header, new_nonce
 from diloco.exchange.reduce import BadPayloadError, MissingPayloadError, check_payload, gather_mean
 from diloco.exchange.store import CREATE_ATTEMPTS, create_once
@@ -183,9 +183,10 @@ class ObjectStoreAllReduce:
         self._attendance.begin()
         doing = f"round {round_}"
         commit = await self.context.wait_until(lambda poll: self._try(round_, wait, poll), doing=doing)
-        self._note(commit)
+        check_fragment(self.context, commit)
+        self._note_and_check(commit)
         for late in commit.left_out:
-            if late.attempt is None and late.rank not in wait.seen:
+            if late.reason == rounds.LATE and late.rank not in wait.seen:
                 self.grace.observe(self.grace.seconds)
         if wait.grace is None:
             self.grace.observe(0.0)
@@ -235,19 +236,29 @@ class ObjectStoreAllReduce:
     ) -> rounds.Proposal | rounds.Waiting | rounds.Ended:
         waited_for: set[int] = set()
         if self.rules.policy == "skip":
-            lately = self._present.get(round_ - 1, set()) | self._present.get(round_ - 2, set())
-            if len(self._present) < 2:
-                lately |= set(range(self.rules.world_size))
+            known = [self._present.get(before) for before in (round_ - 1, round_ - 2) if before >= 0]
+            lately = set().union(*(ranks for ranks in known if ranks is not None))
+            if round_ < 2 or None in known:
+                lately |= set(range(self.rules.world_size))  # who took part is not known: everybody might
             waited_for = await self._attendance.waited_for(lately, headers, poll)
         grace_over = wait.grace is not None and wait.grace.seconds >= self.grace.seconds
-        return rounds.decide(
-            self.rules,
-            headers,
-            rejected=wait.rejected,
-            waited_for=waited_for,
-            grace_over=grace_over,
-            refused=wait.reader.refused_ranks,
-        )
+
+        def decide(newest: dict[int, int]) -> rounds.Proposal | rounds.Waiting | rounds.Ended:
+            refused = wait.reader.refused_members
+            return rounds.decide(
+                self.rules,
+                {rank: header for rank, header in headers.items() if header.attempt >= newest.get(rank, 0)},
+                rejected=wait.rejected,
+                waited_for=waited_for,
+                grace_over=grace_over,
+                refused={m.rank: why for m, why in refused.items() if m.attempt >= newest.get(m.rank, 0)},
+            )
+
+        decision = decide({})
+        if isinstance(decision, rounds.Ended):
+            # What an attempt left behind that has been replaced ends nothing: its rank gets another chance.
+            decision = decide(await newest_attempts(self.context.store))
+        return decision
 
     def _observe_lateness(self, wait: _Wait, present: set[int]) -> None:
         """Ranks that came after there were enough; the others, when it was over before it began, were on time."""
@@ -293,15 +304,16 @@ class ObjectStoreAllReduce:
         _, stored = await create_once(self.context.store, key, mine)
         return Commit.from_json(stored, f"{self.context.store.uri}/{key}")
 
-    def _note(self, commit: Commit) -> None:
-        """Remember who was there, and end the run after three rounds to which nobody contributed."""
-        present = {p.rank for p in commit.participants} | {
-            out.rank for out in commit.left_out if out.attempt is not None
-        }
-        self._present = {r: ranks for r, ranks in self._present.items() if r == commit.round - 1} | {
-            commit.round: present
-        }
+    def note(self, commit: Commit) -> None:
+        """Remember who was there: those are waited for in the next rounds. Replayed rounds count too."""
+        self._present = {r: ranks for r, ranks in self._present.items() if r == commit.round - 1}
+        left_out = {out.rank for out in commit.left_out if out.attempt is not None}
+        self._present[commit.round] = left_out | {participant.rank for participant in commit.participants}
         self._empty = 0 if commit.participants else self._empty + 1
+
+    def _note_and_check(self, commit: Commit) -> None:
+        """End the run after three rounds to which nobody contributed."""
+        self.note(commit)
         if self._empty >= MOST_EMPTY_ROUNDS:
             reasons = "; ".join(f"rank {out.rank}: {out.reason}" for out in commit.left_out)
             raise RoundError(

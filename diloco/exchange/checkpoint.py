@@ -42,7 +42,12 @@ async def read_commit(store: Store, round_: int) -> Commit | None:
     """The record of a round, or None while it is open."""
     key = layout.commit(round_)
     data = await read_if_there(store, key)
-    return None if data is None else Commit.from_json(data, f"{store.uri}/{key}")
+    if data is None:
+        return None
+    commit = Commit.from_json(data, f"{store.uri}/{key}")
+    if commit.round != round_:
+        raise CorruptObjectError(f"{store.uri}/{key}: says that it is of round {commit.round}")
+    return commit
 
 
 @dataclass(frozen=True)
@@ -216,6 +221,10 @@ async def read_states(context: Context, manifest: Manifest) -> list[FragmentStat
 
 
 def _parts(manifest: Manifest) -> dict[int, CheckpointPart]:
+    writer = layout.Member(manifest.rank, manifest.attempt)
+    for part in manifest.parts:
+        if part.key != layout.checkpoint_part(manifest.round, writer, part.fragment):
+            raise CorruptObjectError(f"{layout.manifest(manifest.round)}: names {part.key}, which is not its writer's")
     return {part.fragment: part for part in manifest.parts}
 
 
@@ -251,6 +260,7 @@ async def replay(
         commit = await read_commit(context.store, round_)
         if commit is None:
             break
+        check_fragment(context, commit)
         state = states[commit.fragment]
         if commit.base_digest != state.digest():
             raise DivergedError(
@@ -263,6 +273,15 @@ async def replay(
         on_commit(commit)
         round_ += 1
     return round_
+
+
+def check_fragment(context: Context, commit: Commit) -> None:
+    """Raise CorruptObjectError unless the record is of the fragment whose turn it was."""
+    if commit.fragment != commit.round % context.run.fragments:
+        raise CorruptObjectError(
+            f"{layout.commit(commit.round)}: says that it is of fragment {commit.fragment}, it was the turn of "
+            f"{commit.round % context.run.fragments}"
+        )
 
 
 async def committed_mean(context: Context, commit: Commit, layout_: str, out: Flat) -> None:

@@ -47,7 +47,9 @@ class Poll:
         self._last = clock.monotonic()
         self._slowest = most
         self.elapsed = 0.0
-        """Counted seconds of this wait."""
+        """Counted seconds since the wait began, or since the last stall."""
+        self.total = 0.0
+        """Counted seconds of the whole wait; a stall adds nothing, and takes nothing away."""
         self.stalls = 0
 
     def succeeded(self) -> None:
@@ -60,6 +62,7 @@ class Poll:
             self.stalls += 1
         else:
             self.elapsed += passed
+            self.total += passed
         self._slowest = max(self._most, passed)
 
     async def pause(self) -> None:

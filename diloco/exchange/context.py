@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from diloco.errors import RoundTimeoutError
-from diloco.exchange.clock import Poll, Timer
+from diloco.exchange.clock import Poll
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -48,18 +48,18 @@ class Context:
         """Call `attempt` until it returns something. It may set :attr:`waiting_for`.
 
         Raises RoundTimeoutError that names `doing` and whom was waited for, after `timeout` seconds (default: the
-        settings' time-out) of successful polls.
+        settings' time-out) of successful polls; time in which this process was stopped, or the store away, does not
+        count.
         """
         limit = self.settings.timeout if timeout is None else timeout
         poll = self.poll()
-        timer = Timer(poll)
         try:
             while True:
                 found = await attempt(poll)
                 if found is not None:
                     return found
                 poll.succeeded()
-                if timer.seconds > limit:
+                if poll.total > limit:
                     whom = ", ".join(self.waiting_for) or "the store"
                     raise RoundTimeoutError(
                         f"{self.member}: {doing} was not completed within {limit:.0f} s, still waiting for {whom}; "

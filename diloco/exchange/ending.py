@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from diloco.errors import DivergedError
 from diloco.exchange import layout
-from diloco.exchange.clock import Timer
+from diloco.exchange.membership import Pulse
 from diloco.exchange.records import Header, RunResult, Vote
 from diloco.exchange.rounds import HeaderReader
 from diloco.exchange.store import create_once, read_if_there
@@ -48,11 +48,11 @@ async def vote(context: Context, digest: str) -> None:
 async def await_result(context: Context, digest: str) -> RunResult | list[Vote]:
     """Wait for the result, or until it falls to this replica to write it: then the votes that it may rest on.
 
-    The lowest rank that voted for the winning state writes; another one after `dead_after`. Raises DivergedError if
-    the result holds other bits than this replica's.
+    The lowest rank that voted for the winning state writes; another one once that rank's beat has not changed for
+    `dead_after`. Raises DivergedError if the result holds other bits than this replica's.
     """
     reader = HeaderReader(context.store, context.run.rounds, 0, frozenset({"vote"}))
-    started: list[Timer] = []
+    writer: list[Pulse] = []
 
     async def look(poll: Poll) -> RunResult | list[Vote] | None:
         result = await read_result(context.store)
@@ -66,13 +66,14 @@ async def await_result(context: Context, digest: str) -> RunResult | list[Vote]:
         if top < context.run.min_replicas or top == second:
             context.waiting_for = [f"votes on the result ({top} of {context.run.min_replicas})"]
             return None
-        if not started:
-            started.append(Timer(poll))
-        first = min(header.rank for group in holders.values() if len(group) == top for header in group)
-        late = started[0].seconds > context.settings.dead_after
-        if len(mine) == top and (first == context.member.rank or late):
+        first = min(header.member for group in holders.values() if len(group) == top for header in group)
+        if not writer or writer[0].member != first:
+            writer[:] = [Pulse(context.store, first, poll)]
+        await writer[0].look()
+        late = writer[0].seconds > context.settings.dead_after
+        if len(mine) == top and (first.rank == context.member.rank or late):
             return [Vote(rank=header.rank, attempt=header.attempt) for header in sorted(mine, key=lambda h: h.rank)]
-        context.waiting_for = [f"rank {first} to write the model"]
+        context.waiting_for = [f"rank {first.rank} to write the model"]
         return None
 
     found: RunResult | list[Vote] = await context.wait_until(look, doing="the end of the run")
@@ -90,9 +91,13 @@ async def write_result(
     model_uri = None
     if model is not None:
         target, prefix = (context.store, f"{layout.MODEL}/") if output is None else (output, "")
-        for path in sorted(model.rglob("*")):
-            if path.is_file():
-                await target.write_file(prefix + path.relative_to(model).as_posix(), path)
+        try:
+            for path in sorted(model.rglob("*")):
+                if path.is_file():
+                    await target.write_file(prefix + path.relative_to(model).as_posix(), path)
+        finally:
+            if output is not None:
+                await output.close()
         model_uri = f"{target.uri}/{prefix}".rstrip("/")
     mine = RunResult(
         digest=digest,

@@ -23,13 +23,20 @@ _KEY = re.compile(r"replicas/\d{5}/(?P<attempt>\d{5})/(?P<round>\d{8})\.safetens
 
 
 async def save(context: Context, round_: int, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write the state as it was before `round_`, then delete this rank's older ones. A crash between leaves both."""
+    """Write the state as it was before `round_`, then delete older ones of this attempt and of earlier attempts.
+
+    A crash between leaves both; what a newer attempt has written stays.
+    """
     import safetensors.torch
 
     key = layout.inner_state(context.member, round_)
     await context.store.write(key, safetensors.torch.save(dict(tensors)))
     entries = await context.store.list(layout.inner_states(context.member.rank))
-    await context.store.delete(entry.key for entry in entries if entry.key != key)
+    mine = (context.member.attempt, round_)
+    found = [(_KEY.search(entry.key), entry.key) for entry in entries]
+    await context.store.delete(
+        old for match, old in found if match is not None and (int(match["attempt"]), int(match["round"])) < mine
+    )
 
 
 async def load(context: Context, round_: int) -> dict[str, torch.Tensor] | None:

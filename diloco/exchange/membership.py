@@ -81,6 +81,45 @@ def first_difference(theirs: RunRecord, mine: RunRecord) -> str | None:
     return None
 
 
+async def newest_attempts(store: Store) -> dict[int, int]:
+    """The newest claimed attempt of every rank that was ever claimed."""
+    newest: dict[int, int] = {}
+    for entry in await store.list(layout.MEMBERS):
+        member = layout.parse_member(entry.key)
+        if member is not None:
+            newest[member.rank] = max(member.attempt, newest.get(member.rank, 0))
+    return newest
+
+
+class Pulse:
+    """Whether one member's beat still changes, judged on the observer's clock."""
+
+    def __init__(self, store: Store, member: Member, poll: Poll) -> None:
+        self.member = member
+        self.has_beaten = False
+        self._store = store
+        self._counter: int | None = None
+        self._timer = Timer(poll)
+
+    async def look(self) -> None:
+        """Read the beat. One that is not there, or no beat at all, changes nothing."""
+        key = layout.beat(self.member)
+        data = await read_if_there(self._store, key)
+        try:
+            beat = Beat.from_json(data, key) if data is not None else None
+        except CorruptObjectError:
+            return
+        if beat is not None and beat.counter != self._counter:
+            self.has_beaten = True
+            self._counter = beat.counter
+            self._timer.restart()
+
+    @property
+    def seconds(self) -> float:
+        """Counted seconds since it was seen to change, or since it is watched."""
+        return self._timer.seconds
+
+
 @dataclass
 class Attendance:
     """Which ranks a replica still waits for under `skip`. One object a replica; :meth:`begin` at every round."""
@@ -88,15 +127,13 @@ class Attendance:
     context: Context
     joining: float = 0.0
     """Seconds, over all waits so far, that count against `join_timeout`."""
-    _beats: dict[int, tuple[int, int]] = field(default_factory=dict)
-    _timers: dict[int, Timer] = field(default_factory=dict)
+    _pulses: dict[int, Pulse] = field(default_factory=dict)
     _looked: Timer | None = None
     _counted: float = 0.0
 
     def begin(self) -> None:
         """A new round: everyone's silence is counted anew."""
-        self._beats.clear()
-        self._timers.clear()
+        self._pulses.clear()
         self._looked = None
         self._counted = 0.0
 
@@ -104,37 +141,29 @@ class Attendance:
         """Those of `ranks` (that took part lately) and of the world that are still waited for, the `present` ones
         included.
 
-        A rank whose beat changes is alive; one that has never beaten is waited for inside `join_timeout`.
+        A rank is judged by the beat of its newest claimed attempt: one that changes is alive; one that has never beaten
+        is waited for inside `join_timeout`.
         """
-        here = set(present)
-        world = set(range(self.context.run.world_size))
-        absent = (set(ranks) | world) - here
+        here, lately = set(present), set(ranks)
+        absent = (lately | set(range(self.context.run.world_size))) - here
         if absent and (self._looked is None or self._looked.seconds >= self.context.settings.beat_every):
             await self._look(absent, poll)
             self._looked = Timer(poll)
-        if poll.elapsed > self._counted:
-            self.joining += poll.elapsed - self._counted
-        self._counted = poll.elapsed
-        return here | {rank for rank in absent if self._is_waited_for(rank, rank in set(ranks))}
+        self.joining += max(poll.total - self._counted, 0.0)
+        self._counted = poll.total
+        return here | {rank for rank in absent if self._is_waited_for(rank, rank in lately)}
 
     def _is_waited_for(self, rank: int, lately: bool) -> bool:
-        if rank not in self._beats:
+        pulse = self._pulses.get(rank)
+        if pulse is None or not pulse.has_beaten:
             return self.joining < self.context.settings.join_timeout
-        return lately and self._timers[rank].seconds < self.context.settings.dead_after
+        return lately and pulse.seconds < self.context.settings.dead_after
 
     async def _look(self, ranks: set[int], poll: Poll) -> None:
-        newest: dict[int, Member] = {}
-        for entry in await self.context.store.list(layout.MEMBERS):
-            member = layout.parse_member(entry.key)
-            if member is not None and member.rank in ranks and member > newest.get(member.rank, Member(-1, 0)):
-                newest[member.rank] = member
-        for rank, member in newest.items():
-            key = layout.beat(member)
-            data = await read_if_there(self.context.store, key)
-            try:
-                beat = Beat.from_json(data, key) if data is not None else None
-            except CorruptObjectError:
-                continue
-            if beat is not None and self._beats.get(rank) != (member.attempt, beat.counter):
-                self._beats[rank] = (member.attempt, beat.counter)
-                self._timers[rank] = Timer(poll)
+        newest = await newest_attempts(self.context.store)
+        for rank in sorted(ranks & newest.keys()):
+            member = Member(rank, newest[rank])
+            pulse = self._pulses.get(rank)
+            if pulse is None or pulse.member != member:
+                pulse = self._pulses[rank] = Pulse(self.context.store, member, poll)
+            await pulse.look()

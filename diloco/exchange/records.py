@@ -222,7 +222,8 @@ class Evaluation(OnceRecord):
     """`evaluations/{r}.json`: held-out loss (nats per token) of the global parameters before round r."""
 
     round: int
-    loss: float
+    loss: float | None
+    """None if it was NaN or infinite."""
     rank: int
     attempt: int
 

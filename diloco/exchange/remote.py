@@ -1,13 +1,11 @@
-"""A bucket behind fsspec's asynchronous filesystems: s3fs for `s3://`, and those of other clouds that can create if
-absent.
-"""
+"""An S3 bucket, through s3fs: operations, uploads in parts, and what each failure means."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any, Protocol
 
 from diloco.errors import (
     AccessDeniedError,
@@ -25,17 +23,18 @@ from diloco.exchange.store import Entry, Store
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
     from pathlib import Path
-    from typing import TypeVar
+    from typing import BinaryIO, TypeVar
 
     T = TypeVar("T")
 
-PART_BYTES = 8 * 2**20
+PART_BYTES = 5 * 2**20
 """Size of an upload's parts: each in flight is copied twice below us (its slice, and what the socket does not take at
 once).
 """
 MOST_PARTS = 10_000
 CONCURRENT_PARTS = 4
 OPERATION_TIMEOUT = 30.0
+ABORT_TIMEOUT = 5.0
 SECONDS_PER_MIB = 1.0
 """A transfer may take so much longer per MiB before it counts as hung."""
 
@@ -54,13 +53,36 @@ _UNREACHABLE = {  # botocore's and aiohttp's
     "ConnectTimeoutError",
     "ConnectionClosedError",
     "EndpointConnectionError",
+    "ConnectionError",
     "HTTPClientError",
     "IncompleteReadError",
     "ReadTimeoutError",
+    "ResponseParserError",
     "ResponseStreamingError",
+    "TimeoutError",
     "ServerDisconnectedError",
 }
-_TRANSIENT = {"500", "503", "InternalError", "RequestTimeout", "ServiceUnavailable", "SlowDown"}
+_TRANSIENT = {
+    "409",
+    "500",
+    "502",
+    "503",
+    "504",
+    "ConditionalRequestConflict",
+    "InternalError",
+    "OperationAborted",
+    "RequestTimeout",
+    "ServiceUnavailable",
+    "SlowDown",
+}
+_NO_CREDENTIALS = {
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "ProfileNotFound",
+    "SSOTokenLoadError",
+    "TokenRetrievalError",
+}
+_BAD_NAMES = {"InvalidBucketName", "InvalidRegionError", "NoRegionError", "ParamValidationError"}
 _PERMISSIONS = {
     "read": "s3:GetObject",
     "create": "s3:PutObject",
@@ -71,56 +93,52 @@ _PERMISSIONS = {
 
 
 class RemoteStore(Store):
-    """Objects in a bucket. Must be used from the event loop that made the first call."""
+    """Objects in an S3 bucket, through s3fs. Must be used from the event loop that made the first call."""
 
     def __init__(self, uri: str, storage_options: Mapping[str, Any]) -> None:
         super().__init__(uri)
-        self._scheme = urlsplit(uri).scheme
         self._path = uri.partition("://")[2].rstrip("/")
         if not self._path:
             raise ConfigurationError(f"{uri}: names no bucket")
         self._options = dict(storage_options)
-        self._fs: Any = None
+        self._s3: Any = None
+        self._closed = False
 
-    def _open(self) -> Any:
-        if self._fs is None:
-            import fsspec
+    async def open(self) -> None:
+        """Load s3fs and botocore, which takes a while, and make the client."""
+        await self._do("open", "", self._client().set_session())
 
-            options: dict[str, Any] = {"asynchronous": True, "skip_instance_cache": True, "use_listings_cache": False}
-            if self._scheme == "s3":
-                options |= {"config_kwargs": _s3_config(self._options)}
+    def _client(self) -> Any:
+        if self._closed:
+            raise StoreError(f"{self.uri}: the store was closed")
+        if self._s3 is None:
             try:
-                self._fs = fsspec.filesystem(self._scheme, **(options | self._options))
-            except (ImportError, ValueError) as problem:
-                hint = "pip install 'diloco-aws[s3]'" if self._scheme == "s3" else "use s3:// or file://"
-                raise ConfigurationError(
-                    f"{self.uri}: no filesystem for {self._scheme}://: {hint} ({problem})"
-                ) from problem
-            self._fs.retries = 1
-            if not getattr(self._fs, "async_impl", False):
-                raise ConfigurationError(
-                    f"{self.uri}: {self._scheme}:// has no asynchronous filesystem; use s3:// or file://"
-                )
-        return self._fs
+                import s3fs
+            except ImportError as problem:
+                raise ConfigurationError(f"{self.uri}: s3fs is missing: pip install 'diloco-aws[s3]'") from problem
+            options = {"asynchronous": True, "skip_instance_cache": True, "use_listings_cache": False}
+            self._s3 = s3fs.S3FileSystem(**(options | {"config_kwargs": _config(self._options)} | self._options))
+            self._s3.retries = 1  # trying again is RetryingStore's, with one budget for everything
+        return self._s3
 
     async def _do(self, operation: str, key: str, call: Awaitable[T], size: int = 0) -> T:
         try:
             return await asyncio.wait_for(call, OPERATION_TIMEOUT + SECONDS_PER_MIB * size / 2**20)
         except DilocoError:
             raise
-        except Exception as problem:  # fsspec, botocore and aiohttp have no common base
+        except Exception as problem:  # s3fs, botocore and aiohttp have no common base
             raise explain(problem, operation, self.uri, key) from problem
 
     def _at(self, key: str) -> str:
         return f"{self._path}/{key}"
 
     async def _read(self, key: str, start: int, end: int | None) -> bytes:
-        fs = self._open()
+        s3 = self._client()
         whole = start == 0 and end is None
         call = (
-            fs._cat_file(self._at(key), max_concurrency=1)
+            s3._cat_file(self._at(key), max_concurrency=1)
             if whole
-            else fs._cat_file(self._at(key), start=start, end=end)
+            else s3._cat_file(self._at(key), start=start, end=end)
         )
         data: bytes = await self._do("read", key, call, (end or start) - start)
         return data
@@ -143,7 +161,7 @@ class RemoteStore(Store):
 
     async def _create(self, key: str, data: bytes | bytearray) -> bool:
         try:
-            await self._do("create", key, self._pipe(key, data, "create"), len(data))
+            await self._do("create", key, self._put(key, _Slices(data), {"IfNoneMatch": "*"}), len(data))
         except _AlreadyThereError:
             return False
         except (StoreUnreachableError, ObjectMissingError) as problem:
@@ -152,48 +170,108 @@ class RemoteStore(Store):
         return True
 
     async def _write(self, key: str, data: bytes | bytearray) -> None:
-        await self._do("write", key, self._pipe(key, data, "overwrite"), len(data))
-
-    def _pipe(self, key: str, data: bytes | bytearray, mode: str) -> Awaitable[object]:
-        part = max(PART_BYTES, -(-len(data) // MOST_PARTS))
-        call: Awaitable[object] = self._open()._pipe_file(
-            self._at(key), data, mode=mode, chunksize=part, max_concurrency=CONCURRENT_PARTS
-        )
-        return call
+        await self._do("write", key, self._put(key, _Slices(data), {}), len(data))
 
     async def _write_file(self, key: str, path: Path) -> None:
-        await self._do("write", key, self._open()._put_file(str(path), self._at(key)), path.stat().st_size)
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            await self._do("write", key, self._put(key, _FileSlices(file, size), {}), size)
+
+    async def _put(self, key: str, body: _Body, condition: dict[str, str]) -> None:
+        """Write an object in one request, or in parts of which few are in memory at a time.
+
+        s3fs would do both, but leaves an upload behind when it is cancelled, and goes on sending parts after it has
+        aborted one.
+        """
+        s3 = self._client()
+        bucket, path, _ = s3.split_path(self._at(key))
+        place = {"Bucket": bucket, "Key": path}
+        if body.size < 2 * PART_BYTES:
+            await s3._call_s3("put_object", **place, Body=await body.slice(0, body.size), **condition)
+            return
+        upload = place | {"UploadId": (await s3._call_s3("create_multipart_upload", **place))["UploadId"]}
+        part_bytes = max(PART_BYTES, -(-body.size // MOST_PARTS))
+        turn = asyncio.Semaphore(CONCURRENT_PARTS)
+
+        async def send(number: int, start: int) -> dict[str, Any]:
+            async with turn:
+                data = await body.slice(start, start + part_bytes)
+                answer = await s3._call_s3("upload_part", **upload, PartNumber=number, Body=data)
+            return {"PartNumber": number, "ETag": answer["ETag"]}
+
+        starts = range(0, body.size, part_bytes)
+        sending = [asyncio.ensure_future(send(number, start)) for number, start in enumerate(starts, 1)]
+        try:
+            parts = {"Parts": list(await asyncio.gather(*sending))}
+            await s3._call_s3("complete_multipart_upload", **upload, MultipartUpload=parts, **condition)
+        except BaseException:
+            for task in sending:
+                task.cancel()
+            await asyncio.gather(*sending, return_exceptions=True)
+            abort = asyncio.ensure_future(s3._call_s3("abort_multipart_upload", **upload))
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(asyncio.shield(abort), ABORT_TIMEOUT)
+            raise
 
     async def _list(self, prefix: str) -> list[Entry]:
-        found = await self._do("list", prefix, self._open()._find(self._at(prefix), detail=True, withdirs=False))
+        found = await self._do("list", prefix, self._client()._find(self._at(prefix), detail=True, withdirs=False))
         skip = len(self._path) + 1
         return [Entry(name[skip:], int(info["size"])) for name, info in found.items()]
 
     async def _delete(self, key: str) -> None:
-        await self._do("delete", key, self._open()._rm_file(self._at(key)))
+        await self._do("delete", key, self._client()._rm_file(self._at(key)))
 
     async def close(self) -> None:
-        """Close the HTTP session."""
-        client, self._fs = getattr(self._fs, "_s3", None), None
+        """Close the HTTP session, for good."""
+        self._closed = True
+        client, self._s3 = getattr(self._s3, "_s3", None), None
         if client is not None:
             await client.__aexit__(None, None, None)
+
+
+class _Body(Protocol):
+    """What is uploaded."""
+
+    size: int
+
+    async def slice(self, start: int, end: int) -> bytes | bytearray: ...
+
+
+class _Slices:
+    """Bytes in memory."""
+
+    def __init__(self, data: bytes | bytearray) -> None:
+        self.size = len(data)
+        self._data = data
+
+    async def slice(self, start: int, end: int) -> bytes | bytearray:
+        return self._data if end - start >= self.size else self._data[start:end]
+
+
+class _FileSlices:
+    """A local file."""
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self.size = size
+        self._file = file
+
+    async def slice(self, start: int, end: int) -> bytes:
+        return await asyncio.to_thread(os.pread, self._file.fileno(), min(end, self.size) - start, start)
 
 
 class _AlreadyThereError(DilocoError):
     pass
 
 
-def _s3_config(options: Mapping[str, Any]) -> dict[str, Any]:
+def _config(options: Mapping[str, Any]) -> dict[str, Any]:
     config: dict[str, Any] = {
         "connect_timeout": 5,
         "read_timeout": 30,
         "max_pool_connections": 32,
-        # Trying again is RetryingStore's: once, with one budget for everything.
         "retries": {"mode": "standard", "max_attempts": 1},
     }
-    endpoint = (
-        options.get("endpoint_url") or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
-    )
+    variables = (os.environ.get(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"))
+    endpoint = next(filter(None, (options.get("endpoint_url"), *variables)), "")
     if endpoint.startswith("http://"):
         # Over plain HTTP botocore hashes each body twice; our own chunk digests already guard what is averaged.
         config["request_checksum_calculation"] = "when_required"
@@ -201,41 +279,42 @@ def _s3_config(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def explain(problem: BaseException, operation: str, uri: str, key: str) -> DilocoError:
-    """What fsspec, botocore or aiohttp raised, as one of our errors with one line of text."""
+    """What s3fs, botocore or aiohttp raised, as one of our errors with one line of text."""
     where = f"{uri}/{key}"
     said = " ".join(str(problem).split())
     code = _code(problem)
-    name = type(problem).__name__
-    if code in _EXISTS or isinstance(problem, FileExistsError):
+    names = {kind.__name__ for kind in type(problem).__mro__}
+    if operation == "create" and (code in _EXISTS or isinstance(problem, FileExistsError)):
         return _AlreadyThereError(where)
-    if code in {"InvalidRange", "416"}:
-        return CorruptObjectError(f"{where}: is shorter than its header says")
     if code == "NoSuchBucket":
         return BucketMissingError(f"{uri}: the bucket does not exist: create it, or correct the address")
-    if code in _CREDENTIALS:
-        return AccessDeniedError(f"{where}: {_CREDENTIALS[code]}")
-    if name in {
-        "NoCredentialsError",
-        "PartialCredentialsError",
-        "TokenRetrievalError",
-        "SSOTokenLoadError",
-        "ProfileNotFound",
-    }:
-        return AccessDeniedError(f"{uri}: no usable AWS credentials ({said}): run `aws configure`, or set AWS_PROFILE")
-    if isinstance(problem, PermissionError) or code in {"403", "AccessDenied"}:
-        permission = _PERMISSIONS[operation] if uri.startswith("s3:") else f"permission to {operation}"
-        return AccessDeniedError(f"{where}: access denied on {operation}: these credentials need {permission} there")
+    if (denied := _denied(problem, code, names, operation, uri, key)) is not None:
+        return denied
+    if code in {"InvalidRange", "416"}:
+        return CorruptObjectError(f"{where}: is shorter than its header says")
     if isinstance(problem, FileNotFoundError):
         return ObjectMissingError(where)
-    if code in {"409", "ConditionalRequestConflict", "OperationAborted"} or isinstance(
-        problem, (TimeoutError, ConnectionError)
-    ):
+    if code in _TRANSIENT or (code is None and names & _UNREACHABLE):
         return StoreUnreachableError(f"{where}: no answer on {operation}: {said or 'time-out'}")
-    if name in _UNREACHABLE or code in _TRANSIENT:
-        return StoreUnreachableError(f"{where}: no answer on {operation}: {said}; check the endpoint and the network")
-    if name in {"InvalidBucketName", "ParamValidationError", "InvalidRegionError", "NoRegionError"}:
+    if names & _BAD_NAMES:
         return ConfigurationError(f"{uri}: {said}")
-    return StoreError(f"{where}: {operation} failed: {name}: {said}")
+    return StoreError(f"{where}: {operation} failed: {type(problem).__name__}: {said}")
+
+
+def _denied(
+    problem: BaseException, code: str | None, names: set[str], operation: str, uri: str, key: str
+) -> AccessDeniedError | None:
+    if code in _CREDENTIALS:
+        return AccessDeniedError(f"{uri}/{key}: {_CREDENTIALS[code]}")
+    if names & _NO_CREDENTIALS:
+        said = " ".join(str(problem).split())
+        return AccessDeniedError(f"{uri}: no usable AWS credentials ({said}): run `aws configure`, or set AWS_PROFILE")
+    if isinstance(problem, PermissionError) or code in {"403", "AccessDenied"}:
+        permission = _PERMISSIONS.get(operation, "access")
+        return AccessDeniedError(
+            f"{uri}/{key}: access denied on {operation}: these credentials need {permission} there"
+        )
+    return None
 
 
 def _code(problem: BaseException | None) -> str | None:

@@ -174,7 +174,9 @@ class Replica:
         self._remember(commit)
         return self._snapshot()
 
-    def _remember(self, commit: Commit) -> None:
+    def _remember(self, commit: Commit, *, replayed: bool = False) -> None:
+        if replayed:
+            self._allreduce.note(commit)
         if commit.participants:
             self._last_commit = commit
 
@@ -206,7 +208,11 @@ class Replica:
                 if from_checkpoint:
                     self.round = await checkpoint.load_newest(self.context, self.states)
                 self.round = await checkpoint.replay(
-                    self.context, self.states, self.round, self._step, on_commit=self._remember
+                    self.context,
+                    self.states,
+                    self.round,
+                    self._step,
+                    on_commit=lambda commit: self._remember(commit, replayed=True),
                 )
                 break
             except ObjectMissingError as problem:

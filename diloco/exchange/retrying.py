@@ -75,6 +75,10 @@ class RetryingStore(Store):
     async def _delete(self, key: str) -> None:
         await self._again("delete", key, lambda: self._inner._delete(key))
 
+    async def open(self) -> None:
+        """Open the inner store."""
+        await self._inner.open()
+
     async def close(self) -> None:
         """Close the inner store."""
         await self._inner.close()

@@ -79,7 +79,7 @@ def decide(
 
     `rejected` are contributions whose payload was examined and refused: they are left out and named, and do not count
     towards `min_replicas`, or one replica with another model could outvote all others by rejecting them. `refused` are
-    ranks whose header itself can't be used, and why; nothing else can come from them in this round.
+    ranks whose header itself can't be used, and why; nothing else can come from that attempt in this round.
     """
     unusable = dict(refused or {})
     if rules.policy == "strict":
@@ -96,6 +96,7 @@ def decide(
         groups[header.base_digest] += header.member not in rejected
     ranked = sorted(groups.items(), key=lambda item: -item[1])
     late = sorted(waited_for - headers.keys() - unusable.keys())
+    absent = sorted(set(range(rules.world_size)) - headers.keys() - unusable.keys() - set(late))
     if not ranked or ranked[0][1] < rules.min_replicas:
         have = ranked[0][1] if ranked else 0
         return Waiting([f"min_replicas ({have} of {rules.min_replicas})", *_named(late)], enough=False)
@@ -103,7 +104,7 @@ def decide(
         return Waiting(["a replica to break the tie between two states"], enough=False)
     if rules.policy == "skip" and late and not grace_over:
         return Waiting(_named(late), enough=True)
-    return _propose(ranked[0][0], headers, rejected, unusable, late)
+    return _propose(ranked[0][0], headers, rejected, unusable, late, absent)
 
 
 def _named(ranks: list[int]) -> list[str]:
@@ -130,6 +131,8 @@ def _strict_objection(
     return None
 
 
+LATE = "late"
+ABSENT = "absent, and not waited for any more"
 CAUGHT_UP = "caught up inside this round"
 NOT_FINITE = "its pseudo-gradient holds NaN or Inf: lower the learning rate, or clip gradients"
 
@@ -140,9 +143,11 @@ def _propose(
     rejected: Mapping[layout.Member, str],
     unusable: Mapping[int, str],
     late: list[int],
+    absent: list[int],
 ) -> Proposal:
     participants: list[Participant] = []
-    left_out = [LeftOut(rank=rank, attempt=None, reason="late") for rank in late]
+    left_out = [LeftOut(rank=rank, attempt=None, reason=LATE) for rank in late]
+    left_out += [LeftOut(rank=rank, attempt=None, reason=ABSENT) for rank in absent]
     left_out += [LeftOut(rank=rank, attempt=None, reason=why) for rank, why in unusable.items() if rank not in headers]
     for rank in sorted(headers):
         header = headers[rank]
@@ -157,8 +162,11 @@ def _propose(
             )
         else:
             left_out.append(LeftOut(rank=rank, attempt=header.attempt, reason=reason or "no payload"))
-    names = ", ".join(str(rank) for rank in late)
-    return Proposal(base, participants, left_out, f"grace over, without rank {names}" if late else "all are there")
+    missing = ", ".join(str(rank) for rank in sorted([*late, *absent]))
+    reason = "all are there"
+    if missing:
+        reason = f"{'the grace period is over' if late else 'nobody else is waited for'}, without rank {missing}"
+    return Proposal(base, participants, left_out, reason)
 
 
 @dataclass
@@ -174,10 +182,10 @@ class HeaderReader:
     """Key → why an object under the headers' prefix is not used."""
 
     @property
-    def refused_ranks(self) -> dict[int, str]:
-        """The same by rank, of those keys that are a rank's header."""
+    def refused_members(self) -> dict[layout.Member, str]:
+        """The same by member, of those keys that are a member's header."""
         members = {key: layout.parse_member(key) for key in self.refused}
-        return {member.rank: self.refused[key] for key, member in members.items() if member is not None}
+        return {member: self.refused[key] for key, member in members.items() if member is not None}
 
     async def read(self) -> dict[int, Header]:
         """The highest attempt's header of each rank that has one."""

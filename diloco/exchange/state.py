@@ -85,7 +85,10 @@ class FragmentState:
         start = 0
         for name, parameter in self.named():
             part = mean[start : start + parameter.numel()].view(parameter.shape)
-            step(parameter, self.momentum[name], part.to(parameter.device))
+            # The momentum lives with the model, on a GPU perhaps; the bits of the step are the same on either side.
+            momentum = self.momentum[name].to(parameter.device)
+            step(parameter, momentum, part.to(parameter.device))
+            self.momentum[name].copy_(momentum)
             start += parameter.numel()
         self.last_round = round_
 

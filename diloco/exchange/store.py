@@ -44,7 +44,7 @@ BLOCK_BYTES = 8 * 2**20
 CREATE_ATTEMPTS = 5
 
 CHECK_SECONDS = 8.0
-"""How long the first contact with a store may take."""
+"""How long a launcher's first contact with a store may take."""
 
 
 class Entry(NamedTuple):
@@ -73,12 +73,15 @@ class Store(ABC):
         self.uri = uri.rstrip("/")
         self.stats = Stats()
 
+    async def open(self) -> None:  # noqa: B027 - most stores need nothing
+        """Load and set up what the first operation would else have to: libraries, credentials."""
+
     async def read(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         """An object's bytes, or those in `[start, end)`. Raises ObjectMissingError, CorruptObjectError for a short
         answer.
         """
         self.stats.requests += 1
-        data = await self._read(key, start, end)
+        data = await self._read(_inside(key), start, end)
         self.stats.bytes_down += len(data)
         if end is not None and len(data) != end - start:
             raise CorruptObjectError(f"{key}: asked for bytes {start}-{end}, got {len(data)} bytes")
@@ -100,21 +103,21 @@ class Store(ABC):
         answer was lost.
         """
         self.stats.requests += 1
-        created = await self._create(key, data)
+        created = await self._create(_inside(key), data)
         self.stats.bytes_up += len(data)
         return created
 
     async def write(self, key: str, data: bytes | bytearray) -> None:
         """Write the object whether or not it is there."""
         self.stats.requests += 1
-        await self._write(key, data)
+        await self._write(_inside(key), data)
         self.stats.bytes_up += len(data)
 
     async def write_file(self, key: str, path: Path) -> None:
         """Write an object from a local file."""
         self.stats.requests += 1
         self.stats.bytes_up += path.stat().st_size
-        await self._write_file(key, path)
+        await self._write_file(_inside(key), path)
 
     async def list(self, prefix: str) -> Entries:
         """All objects whose key starts with `prefix` (which ends in a slash), sorted by key. Never cached."""
@@ -125,7 +128,7 @@ class Store(ABC):
         """Delete objects; absent ones are ignored."""
         for key in keys:
             self.stats.requests += 1
-            await self._delete(key)
+            await self._delete(_inside(key))
 
     async def close(self) -> None:  # noqa: B027 - most stores hold nothing
         """Release connections."""
@@ -149,12 +152,18 @@ class Store(ABC):
     async def _delete(self, key: str) -> None: ...
 
 
-def open_store(uri: str, *, storage_options: Mapping[str, Any] | None = None) -> Store:
-    """The store at `s3://bucket/prefix`, `file:///folder`, `memory://name`, or any URI of an asynchronous fsspec
-    filesystem.
+def _inside(key: str) -> str:
+    """The key itself, or CorruptObjectError for one that could lead out of the store: keys come from listings, too."""
+    if key.startswith("/") or ".." in key.split("/"):
+        raise CorruptObjectError(f"{key!r} is no key of a run")
+    return key
 
-    `storage_options` go to the fsspec filesystem; what they leave out comes from the environment (AWS_ENDPOINT_URL,
-    credentials, …). Raises ConfigurationError for a scheme that can't be used.
+
+def open_store(uri: str, *, storage_options: Mapping[str, Any] | None = None) -> Store:
+    """The store at `s3://bucket/prefix`, `file:///folder` or `memory://name`.
+
+    `storage_options` go to s3fs; what they leave out comes from the environment (AWS_ENDPOINT_URL, credentials, …).
+    Raises ConfigurationError for a scheme that can't be used.
     """
     scheme = urlsplit(uri).scheme
     if scheme == "memory":
@@ -165,8 +174,9 @@ def open_store(uri: str, *, storage_options: Mapping[str, Any] | None = None) ->
         from diloco.exchange.stores import LocalStore
 
         return LocalStore(uri)
-    if not scheme:
-        raise ConfigurationError(f"rendezvous {uri!r} has no scheme: write s3://bucket/prefix or file:///folder")
+    if scheme != "s3":
+        what = f"is {scheme}://" if scheme else "has no scheme"
+        raise ConfigurationError(f"rendezvous {uri!r} {what}: write s3://bucket/prefix or file:///folder")
     from diloco.exchange.remote import RemoteStore
 
     return RemoteStore(uri, storage_options or {})
@@ -201,19 +211,20 @@ async def read_if_there(store: Store, key: str) -> bytes | None:
         return None
 
 
-async def check_store(store: Store) -> None:
+async def check_store(store: Store, *, seconds: float = CHECK_SECONDS) -> None:
     """Prove with two writes to a fresh key that create-if-absent works, and that listing and deleting are allowed.
 
-    Raises ConditionalWriteError for a store that lets both writes win, else what the operation itself raises
-    (BucketMissingError, AccessDeniedError, StoreUnreachableError).
+    Raises ConditionalWriteError for a store that lets both writes win, StoreUnreachableError if it takes longer than
+    `seconds`, else what the operation itself raises (BucketMissingError, AccessDeniedError).
     """
+    await store.open()
     try:
-        async with asyncio.timeout(CHECK_SECONDS):
+        async with asyncio.timeout(seconds):
             await _probe(store)
     except TimeoutError:
         raise StoreUnreachableError(
-            f"{store.uri}: no answer within {CHECK_SECONDS:.0f} s: check the address, the endpoint "
-            "(AWS_ENDPOINT_URL) and the network"
+            f"{store.uri}: no answer within {seconds:.0f} s: check the address, the endpoint (AWS_ENDPOINT_URL) and "
+            "the network"
         ) from None
 
 

@@ -83,11 +83,14 @@ class LocalStore(Store):
     async def _in_thread(self, function: Callable[P, T], key: str, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return await asyncio.to_thread(function, *args, **kwargs)
-        except FileNotFoundError:
-            raise ObjectMissingError(f"{self.uri}/{key}") from None
+        except FileNotFoundError as problem:
+            if function.__name__ == "read":
+                raise ObjectMissingError(f"{self.uri}/{key}") from None
+            raise StoreError(f"{self.uri}: the folder can't be made ({problem.strerror}): give another one") from None
         except PermissionError as problem:
             raise AccessDeniedError(
-                f"{self.uri}/{key}: permission denied ({problem.strerror}): make the folder writable for this user"
+                f"{self.uri}/{key}: {problem.strerror}: the folder must be writable for this user, on a file system "
+                "with hard links"
             ) from problem
         except OSError as problem:
             raise StoreError(f"{self.uri}/{key}: {problem.strerror or problem}") from problem

@@ -12,6 +12,7 @@ from diloco.exchange import layout
 from diloco.exchange.layout import Member
 from diloco.exchange.records import Header, Payload
 from diloco.exchange.rounds import (
+    ABSENT,
     CAUGHT_UP,
     NOT_FINITE,
     Ended,
@@ -104,7 +105,9 @@ def test_skip_waits_for_those_waited_for_until_the_grace_is_over() -> None:
 def test_skip_does_not_wait_for_whom_nobody_waits_for() -> None:
     decision = judge(SKIP, header(0), header(2), waited_for={0, 2})
     assert ranks(decision) == [0, 2]
-    assert left_out(decision) == {}
+    assert left_out(decision) == {1: ABSENT}
+    assert isinstance(decision, Proposal)
+    assert decision.reason == "nobody else is waited for, without rank 1"
 
 
 def test_strict_waits_for_every_rank_whatever_the_grace() -> None:
@@ -138,7 +141,7 @@ def test_the_most_held_digest_wins_whoever_comes_first() -> None:
 def test_an_abstention_counts_and_is_named() -> None:
     decision = judge(SKIP, header(0), header(1, abstains=CAUGHT_UP), waited_for={0, 1})
     assert ranks(decision) == [0]
-    assert left_out(decision) == {1: f"abstained: {CAUGHT_UP}"}
+    assert left_out(decision) == {1: f"abstained: {CAUGHT_UP}", 2: ABSENT}
 
 
 def test_all_abstain() -> None:
