@@ -7,6 +7,7 @@ all members sleep.
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -41,6 +42,16 @@ class _Until:
         yield self._moment
 
 
+class _Ended:
+    """Hands control to the world until a task has ended."""
+
+    def __init__(self, task: Task[Any]) -> None:
+        self._task = task
+
+    def __await__(self) -> Generator[Task[Any], None, None]:
+        yield self._task
+
+
 class Task(Generic[T]):
     """A coroutine that a world runs. `problem` is what it raised."""
 
@@ -51,6 +62,13 @@ class Task(Generic[T]):
         self.problem: Exception | None = None
         self._coroutine = coroutine
         self._value: list[T] = []
+        self._waiters: list[Task[Any]] = []
+
+    async def ended(self) -> T:
+        """Wait, in another task, for its end, and return its :attr:`result`."""
+        if not self.done:
+            await _Ended(self)
+        return self.result
 
     def kill(self) -> None:
         """End it where it stands, as if its process had died."""
@@ -65,7 +83,7 @@ class Task(Generic[T]):
         return self._value[0]
 
     def advance(self) -> None:
-        """Run it to its next store operation or sleep."""
+        """Run it to its next store operation, sleep, or wait for another task."""
         try:
             moment = self._coroutine.send(None)
         except StopIteration as end:
@@ -75,9 +93,16 @@ class Task(Generic[T]):
             self.problem = problem
             self.done = True
         else:
-            if not isinstance(moment, float):
-                raise TypeError(f"{self.name} awaits {moment!r}: neither its store nor its clock")
-            self.wakes = moment
+            if isinstance(moment, Task):
+                moment._waiters.append(self)
+                self.wakes = math.inf
+            elif isinstance(moment, float):
+                self.wakes = moment
+            else:
+                raise TypeError(f"{self.name} awaits {moment!r}: neither its store, its clock nor a task")
+        if self.done:
+            for waiter in self._waiters:
+                waiter.wakes = 0.0
 
 
 class World:
