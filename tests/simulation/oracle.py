@@ -73,6 +73,8 @@ class Oracle:
     result: RunResult | None = None
     broken_since: int = 0
     """The step since which a committed payload is corrupt: from then on the run can't go on everywhere."""
+    seen: set[str] = field(default_factory=set)
+    """What happened."""
     step: int = 0
     """How many steps of the schedule there were."""
 
@@ -125,12 +127,14 @@ class Oracle:
         task = process.simulation.current
         late = self.result is None and task is not None and task.listed_while_ending
         require(not late, f"{process} deletes {key} while the run ends")
+        self.seen.add("pruning")
 
     def reads(self, process: Process, key: str) -> None:
         """An object is about to be read."""
         if kind_of(key) == "part" and not key.startswith(f"{layout.CHECKPOINTS}{0:08d}/"):
             number = int(key.split("/")[1])
             require(number in self.confirmed(), f"{process} loads checkpoint {number}, which no commit confirms")
+            self.seen.add("a checkpoint is loaded")
 
     # ---- records
 
@@ -175,6 +179,8 @@ class Oracle:
                 f"{what} with {participant.member}, whose payload is corrupt",
             )
         self.commits.append(commit)
+        self.seen |= {f"left out: {out.reason.split(':')[0].split(',')[0]}" for out in commit.left_out}
+        self.seen |= {"an empty round"} if not commit.participants else set()
         self.truth.append(self._after(truth, commit))
         self._look_for_broken()
 
@@ -217,6 +223,7 @@ class Oracle:
         require(named == right or process.tainted, f"{what}: a sound replica's checkpoint is not the run's state")
         self.manifests[number] = manifest
         self.sound[number] = named == right
+        self.seen |= {"a wrong checkpoint"} if named != right else set()
 
     def _stored(self, key: str, index: int, last_round: int) -> FragmentState | None:
         if key not in self.objects:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 AT_OPERATION = (
     "kill",  # the process dies before the operation
     "kill-late",  # it dies, and what it had sent arrives seconds later
+    "kill-all",  # all processes die
     "zombie",  # the next attempt of its rank is started while it lives
     "twin",  # the same, and the next operation of both is their first claim
     "pause",  # SIGSTOP for some seconds: its clock goes on, it does not
@@ -193,7 +194,7 @@ def scenario(seed: int) -> Scenario:
         min_replicas, kinds = 1, tuple(kind for kind in kinds if kind not in ("diverge", "flip"))
     dice = Dice(draw, world_size, rounds, kinds)
     faults = [dice.fault(draw.choice(kinds)) for _ in range(draw.choice((0, 1, 1, 2, 2, 3)))]
-    # See test_simulation.test_a_bit_that_flips_after_the_last_digest for those that are left out here.
+    # Those that are left out here: test_simulation.test_a_bit_that_flips_after_the_last_digest_is_not_in_the_result.
     faults = [f for f in faults if f.kind != "flip" or f.round + fragments < rounds]
     wrong = [fault for fault in faults if fault.kind in ("diverge", "flip")]
     faults = [fault for fault in faults if fault not in wrong[1:]]
@@ -225,6 +226,35 @@ def special(make: Callable[[int], Scenario]) -> Callable[[int], Scenario]:
     """Register a scenario under its function's name."""
     SPECIAL[make.__name__] = make
     return make
+
+
+@special
+def storm(seed: int) -> Scenario:
+    """Longer runs of more replicas with many faults."""
+    draw = random.Random(seed)
+    world_size, rounds = draw.choice((3, 4, 5)), draw.choice((5, 6, 8))
+    policy: Literal["strict", "skip"] = draw.choice(("strict", "skip", "skip", "skip"))
+    kinds = tuple(kind for kind in AT_OPERATION + IN_ROUND if kind not in ("rot", "corrupt", "flip", "diverge", "nan"))
+    dice = Dice(draw, world_size, rounds, kinds)
+    faults = [dice.fault(draw.choice(kinds)) for _ in range(draw.randrange(3, 9))]
+    if policy == "skip" and draw.random() < 0.7:
+        faults.append(Fault("diverge", draw.randrange(world_size), round=draw.randrange(rounds)))
+    return Scenario(
+        seed,
+        policy=policy,
+        world_size=world_size,
+        rounds=rounds,
+        fragments=draw.choice((1, 2, 3)),
+        min_replicas=world_size // 2 + 1,
+        checkpoint_every=draw.choice((1, 1, 2, 3)),
+        grace=draw.choice((0.5, 2.0, None)),
+        training=draw.choice((0.2, 2.0)),
+        latency=draw.choice((0.0, 0.3)),
+        sticky=draw.choice((0.0, 0.7)),
+        inner=draw.random() < 0.5,
+        joins=draw.uniform(0, 9) if policy == "skip" and draw.random() < 0.3 else None,
+        faults=tuple(faults),
+    )
 
 
 @special

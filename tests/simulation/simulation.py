@@ -72,6 +72,8 @@ class Outcome:
     violation: str | None = None
     steps: int = 0
     trace: list[str] = field(default_factory=list)
+    seen: set[str] = field(default_factory=set)
+    """What happened in it, faults included: a search that never meets something proves nothing of it."""
 
 
 class Simulation(World):
@@ -207,6 +209,7 @@ class Simulation(World):
     def _check_end(self, process: Process) -> None:
         """Whether a process may end so, given what went wrong."""
         problem, scenario = process.problem, self.scenario
+        self.oracle.seen.add(f"ends: {type(problem).__name__}")
         if problem is None or self.oracle.broken_since:
             return
         if isinstance(problem, FencedError):
@@ -255,12 +258,20 @@ class Simulation(World):
                     found = fault
         if found is not None:
             self._at_operation.remove(found)
+            self.oracle.seen.add(found.kind)
         return found
 
     async def inject(self, process: Process, fault: Fault) -> None:
         """Let a fault strike a process that is about to make a store operation."""
         self.note(process, f"— {fault.kind}", "")
         if fault.kind in ("kill", "kill-late"):
+            process.doomed = True
+            await self.sleep(math.inf)
+        elif fault.kind == "kill-all":
+            for other in self.processes:
+                if other is not process and not other.ended:
+                    self.note(other, "killed", "")
+                    other.end(None, -9)
             process.doomed = True
             await self.sleep(math.inf)
         elif fault.kind in ("zombie", "twin"):
@@ -275,6 +286,7 @@ class Simulation(World):
         for fault in self._in_round:
             if (fault.kind, fault.rank, fault.round) == (kind, rank, round_):
                 self._in_round.remove(fault)
+                self.oracle.seen.add(kind)
                 if self._traced:
                     self.trace.append(f"{self.steps:6} {self._now:8.2f} s  rank {rank}: — {kind} in round {round_}")
                 return fault
@@ -344,5 +356,5 @@ def simulate(scenario: Scenario, *, traced: bool = False, simulation: Simulation
         outcome.violation = str(violation)
     finally:
         simulation.stop()
-    outcome.steps, outcome.trace = simulation.steps, simulation.trace
+    outcome.steps, outcome.trace, outcome.seen = simulation.steps, simulation.trace, simulation.oracle.seen
     return outcome

@@ -1,0 +1,77 @@
+"""Many schedules at once, on all cores."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Literal
+
+from tests.simulation.enumeration import Kill, explore, small
+from tests.simulation.scenario import SPECIAL
+from tests.simulation.simulation import simulate
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+CHUNK = 250
+
+
+@dataclass
+class Found:
+    """What a search found."""
+
+    schedules: int = 0
+    violations: list[str] = field(default_factory=list)
+    """Each with the command that replays it."""
+    seen: Counter[str] = field(default_factory=Counter)
+    """In how many schedules something happened."""
+
+    def add(self, other: Found) -> None:
+        """Add what another search found."""
+        self.schedules += other.schedules
+        self.violations += other.violations
+        self.seen += other.seen
+
+    def __str__(self) -> str:
+        return "\n\n".join([f"{len(self.violations)} of {self.schedules} schedules", *self.violations[:5]])
+
+
+def seeds(name: str, first: int, last: int) -> Found:
+    """Simulate a range of seeds."""
+    found = Found()
+    for seed in range(first, last):
+        outcome = simulate(SPECIAL[name](seed))
+        found.schedules += 1
+        found.seen.update(outcome.seen)
+        if outcome.violation is not None:
+            command = f"python -m tests.simulation {seed}" + (f" --scenario {name}" if name != "mix" else "")
+            found.violations.append(f"{command}\n{outcome.scenario}\n{outcome.violation}")
+    return found
+
+
+def search(name: str, first: int, last: int) -> Found:
+    """The same, on all cores."""
+    starts = range(first, last, CHUNK)
+    found = Found()
+    with _pool() as pool:
+        names, ends = [name] * len(starts), [min(start + CHUNK, last) for start in starts]
+        for part in pool.map(seeds, names, starts, ends):
+            found.add(part)
+    return found
+
+
+def enumerate_all(policy: Literal["strict", "skip"], kills: Sequence[Kill | None], most: int) -> Found:
+    """Every schedule of the small run with at most `most` deviations and one of these kills, on all cores."""
+    found = Found()
+    with _pool() as pool:
+        for count, violations in pool.map(explore, [small(policy)] * len(kills), kills, [most] * len(kills)):
+            found.add(Found(count, violations))
+    return found
+
+
+def _pool() -> ProcessPoolExecutor:
+    # Not forked: torch's threads don't survive that.
+    return ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=get_context("spawn"))

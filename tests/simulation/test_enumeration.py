@@ -1,0 +1,38 @@
+"""Two replicas, two rounds: every point at which one may be killed × every schedule with at most two deviations."""
+
+from __future__ import annotations
+
+import sys
+from typing import Literal
+
+import pytest
+
+from tests.simulation.enumeration import kills, small
+from tests.simulation.search import enumerate_all
+
+PARTS = 3
+STRICT, ALONE = kills(small("strict")), kills(small("skip"))
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_kill_and_every_schedule_with_two_deviations(part: int, capsys: pytest.CaptureFixture[str]) -> None:
+    points = [*STRICT, None][part::PARTS]
+    found = enumerate_all("strict", points, 2)
+    assert not found.violations, str(found)
+    with capsys.disabled():
+        sys.stdout.write(f"\n{found.schedules} schedules with {len(points)} of {len(STRICT) + 1} kills (one is none)\n")
+
+
+@pytest.mark.parametrize(("most", "killed"), [(2, False), (1, True)])
+def test_replicas_that_may_go_on_alone(most: int, killed: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    policy: Literal["skip"] = "skip"
+    found = enumerate_all(policy, ALONE if killed else [None], most)
+    assert not found.violations, str(found)
+    with capsys.disabled():
+        sys.stdout.write(f"\n{found.schedules} schedules of replicas that may go on alone\n")
+
+
+def test_replicas_are_killed_at_each_change_of_the_store() -> None:
+    for points in (STRICT, ALONE):
+        assert {kill.rank for kill in points} == {0, 1}
+        assert len(points) > 20
