@@ -15,18 +15,19 @@ import time
 from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from diloco.errors import ConfigurationError, DilocoError, StoreError
+from diloco.errors import ConfigurationError, DilocoError, ExitCode, StoreError
 from diloco.executors.local import ERROR_PREFIX
+from diloco.signals import Interrupted, Signals
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
-    from types import FrameType
 
+    from diloco.embedded import EmbeddedS3
     from diloco.local_run import RunFolder
     from diloco.report import RunReport
     from diloco.spec import RunSettings
@@ -119,6 +120,8 @@ def run(
     from diloco.embedded import BUCKET
     from diloco.spec import RunSettings, new_run_id
 
+    if endpoint_url is not None and not endpoint_url.startswith(("http://", "https://")):
+        raise ConfigurationError(f"--endpoint-url {endpoint_url}: begin it with http:// or https://")
     settings = RunSettings.checked(
         replicas=replicas,
         steps=steps,
@@ -161,7 +164,14 @@ def _parent(option: str, uri: str) -> str:
         raise ConfigurationError(
             f"{option} {uri}: replicas are processes and can't share memory; use s3://bucket/prefix or file:///folder"
         )
-    if "://" not in uri:
+    scheme, separator, rest = uri.partition("://")
+    if separator and scheme not in ("s3", "file"):
+        raise ConfigurationError(
+            f"{option} {uri}: {scheme}:// is no store of runs: use s3://bucket/prefix or file:///folder"
+        )
+    if separator and not rest.strip("/"):
+        raise ConfigurationError(f"{option} {uri} names no {'bucket' if scheme == 's3' else 'folder'}: add it")
+    if not separator:
         raise ConfigurationError(
             f"{option} {uri} has no scheme: use s3://bucket/prefix or {Path(uri).absolute().as_uri()}"
         )
@@ -192,63 +202,6 @@ def _trainer_kwargs(module: str, text: str, **options: str | None) -> dict[str, 
     return kwargs
 
 
-class Interrupted(BaseException):
-    """A signal asked the command to stop."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
-
-
-class _Signals:
-    """Turns the first SIGINT, SIGTERM or SIGHUP into :class:`Interrupted`, or cancels the coroutine that runs.
-
-    Later ones are ignored: what follows the first is a bounded clean-up, and nobody gains by leaving it half done.
-    """
-
-    _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def __init__(self) -> None:
-        self._before: dict[int, Any] = {}
-        self._task: asyncio.Task[Any] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self.number: int | None = None
-
-    def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._handle) for number in self._NUMBERS}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine to its end; Interrupted if a signal cancelled it."""
-        try:
-            return asyncio.run(self._tracked(work))
-        except asyncio.CancelledError:
-            if self.number is None:
-                raise
-            raise Interrupted(self.number) from None
-
-    async def _tracked(self, work: Coroutine[Any, Any, Any]) -> Any:
-        self._loop = asyncio.get_running_loop()
-        self._task = asyncio.current_task()
-        try:
-            return await work
-        finally:
-            self._task = None
-
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if self.number is not None:
-            return
-        self.number = number
-        if self._task is not None and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._task.cancel)
-        else:
-            raise Interrupted(number)
-
-
 class _LocalLaunch:
     """One `run --local`: everything that lives around the replicas, in the order in which it must be undone."""
 
@@ -274,6 +227,7 @@ class _LocalLaunch:
         self._console = Console(stderr=as_json, highlight=False)
         self._folder: RunFolder = RunFolder.of(settings.run_id)
         self._started = time.monotonic()
+        self._report: RunReport | None = None
 
     def run(self) -> int:
         """Run it and return the exit code."""
@@ -282,16 +236,20 @@ class _LocalLaunch:
 
         preflight(self._settings)
         check_packages()
-        with _Signals() as signals:
+        with Signals() as signals:
             try:
                 with ExitStack() as stack:
                     report = self._run_in(stack, signals)
             except Interrupted as stopped:
                 return self._interrupted(stopped)
+            except DilocoError as problem:
+                if _exit_code(problem) == FAILED and self._as_json:
+                    self._print_document(self._failed(str(problem)))
+                raise
         self._print(report)
         return 0 if report.succeeded else FAILED
 
-    def _run_in(self, stack: ExitStack, signals: _Signals) -> RunReport:
+    def _run_in(self, stack: ExitStack, signals: Signals) -> RunReport:
         from diloco.embedded import EmbeddedS3, environment
 
         lock = stack.enter_context(self._folder.lock())
@@ -302,8 +260,24 @@ class _LocalLaunch:
             stack.enter_context(environment(s3.env))
         elif self._endpoint_url is not None:
             stack.enter_context(environment({"AWS_ENDPOINT_URL_S3": self._endpoint_url}))
-        report: RunReport = signals.run(self._train(lock))
+        report: RunReport = signals.run(self._beside(s3, self._train(lock)) if self._embedded else self._train(lock))
         return report
+
+    async def _beside(self, s3: EmbeddedS3, training: Coroutine[Any, Any, RunReport]) -> RunReport:
+        """Train while the embedded S3 lives; DilocoError at once when it has ended."""
+        task = asyncio.ensure_future(training)
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=0.5)
+                if not task.done() and not s3.alive:
+                    log = _shown(self._folder.logs / "s3.log")
+                    raise DilocoError(
+                        f"the embedded S3 has ended (its log: {log}): the same command with --run-id resumes"
+                    )
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def _train(self, lock: int) -> RunReport:
         from diloco.executors.local import LocalProcessExecutor
@@ -312,13 +286,19 @@ class _LocalLaunch:
         from diloco.status import make_view
 
         executor = LocalProcessExecutor(log_dir=self._folder.logs, hold=[lock])
-        self._say(f"run {self._settings.run_id}: {self._settings.uri}")
         with make_view(self._console) as view:
             report = await run_replicas(
                 executor, self._settings, takeover=self._takeover, on_status=view.show, on_note=self._say
             )
+        self._report = report
         if self._embedded and report.model_uri is not None:
-            await copy_model(report.model_uri, self._folder.model)
+            try:
+                await copy_model(report.model_uri, self._folder.model)
+            except (DilocoError, OSError) as problem:
+                error = (
+                    f"the model is in {report.model_uri}, but could not be copied to {self._folder.model}: {problem}"
+                )
+                report = report.model_copy(update={"error": error})
         if self._baseline and report.succeeded:
             self._say("training the baseline: one process, gradients averaged at every step")
             try:
@@ -330,21 +310,25 @@ class _LocalLaunch:
         return report.model_copy(update={"wall_seconds": round(time.monotonic() - self._started, 3)})
 
     def _interrupted(self, stopped: Interrupted) -> int:
-        from diloco.report import RunReport
-
         name = signal.Signals(stopped.number).name
         self._say(f"stopped by {name}; all replicas are gone. To resume:\n  {resume_command(self._settings.run_id)}")
         if self._as_json:
-            report = RunReport(
-                run_id=self._settings.run_id,
-                status="failed",
-                rendezvous_uri=self._settings.uri,
-                rounds_expected=self._settings.rounds,
-                wall_seconds=round(time.monotonic() - self._started, 3),
-                error=f"stopped by {name}",
-            )
-            self._print_document(report)
+            self._print_document(self._failed(f"stopped by {name}"))
         return 128 + stopped.number
+
+    def _failed(self, error: str) -> RunReport:
+        from diloco.report import RunReport
+
+        if self._report is not None:  # the run itself was over
+            return self._report.model_copy(update={"error": error})
+        return RunReport(
+            run_id=self._settings.run_id,
+            status="failed",
+            rendezvous_uri=self._settings.uri,
+            rounds_expected=self._settings.rounds,
+            wall_seconds=round(time.monotonic() - self._started, 3),
+            error=error,
+        )
 
     def _print(self, report: RunReport) -> None:
         from diloco.report import summary
@@ -353,7 +337,9 @@ class _LocalLaunch:
         if self._embedded and report.model_uri is not None:
             self._say(f"model: {_shown(self._folder.model)}")
         if not report.succeeded:
-            self._say(f"logs: {_shown(self._folder.logs)}. To resume:\n  {resume_command(self._settings.run_id)}")
+            self._say(f"logs: {_shown(self._folder.logs)}")
+            if f"exit code {ExitCode.BAD_CONFIGURATION:d}" not in (report.error or ""):
+                self._say(f"To resume:\n  {resume_command(self._settings.run_id)}")
         if self._as_json:
             self._print_document(report)
 
@@ -362,6 +348,26 @@ class _LocalLaunch:
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
+
+
+@app.command()
+def verify(
+    uri: Annotated[str, typer.Argument(metavar="RENDEZVOUS_URI", help="The run's own prefix, with its id.")],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")] = False,
+    endpoint_url: Annotated[str | None, typer.Option(help="S3 endpoint; default: AWS's, or AWS_ENDPOINT_URL.")] = None,
+) -> int:
+    """Replay a run and say whether every replica held the same bits at every round. Exit code 1: they did not."""
+    from diloco.embedded import environment
+    from diloco.verify import verify_run
+
+    with environment({} if endpoint_url is None else {"AWS_ENDPOINT_URL_S3": endpoint_url}):
+        verdict, lines = asyncio.run(verify_run(uri))
+    if as_json:
+        sys.stdout.write(json.dumps(verdict, indent=1) + "\n")
+    console = Console(stderr=as_json, highlight=False)
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+    return 0 if verdict["same"] else FAILED
 
 
 def resume_command(run_id: str, argv: Sequence[str] | None = None) -> str:
@@ -386,10 +392,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except typer.TyperException as problem:
         return _fail(f"{problem.format_message()} (see --help)", USAGE)
     except DilocoError as problem:
-        return _fail(str(problem), USAGE if isinstance(problem, ConfigurationError | StoreError) else FAILED)
+        return _fail(str(problem), _exit_code(problem))
     except (KeyboardInterrupt, typer.Abort):
         return 128 + signal.SIGINT
     return int(code or 0)
+
+
+def _exit_code(problem: DilocoError) -> int:
+    return USAGE if isinstance(problem, ConfigurationError | StoreError) else FAILED
 
 
 def _fail(message: str, code: int) -> int:

@@ -112,7 +112,7 @@ class EmbeddedS3:
                     " or give --rendezvous file:///folder"
                 )
         try:
-            self._data_dir.mkdir(parents=True, exist_ok=True)
+            self._data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._log.parent.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
             raise ConfigurationError(f"the folder for the embedded S3 can't be made: {problem}") from None
@@ -128,6 +128,11 @@ class EmbeddedS3:
         raise StoreUnreachableError(
             f"the embedded S3 found no free port in {_PORT_ATTEMPTS} attempts: {self._last_lines()}"
         )
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process still runs."""
+        return self._server is not None and self._server.poll() is None
 
     def stop(self) -> None:
         """Stop it; nothing of it is left on return. Harmless if it does not run."""
@@ -156,7 +161,7 @@ class EmbeddedS3:
         with self._log.open("ab") as output:
             self._server = guard.spawn(
                 [sys.executable, "-m", "ministack"],
-                env={**os.environ, **settings},
+                env=_plain_environment() | settings,
                 output=output,
                 grace=_GRACE,
                 hold=self._hold,
@@ -228,6 +233,12 @@ def _apply(changes: dict[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+def _plain_environment() -> dict[str, str]:
+    """What a server needs to start, and none of the user's credentials."""
+    names = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def _free_port() -> int:

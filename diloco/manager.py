@@ -113,6 +113,7 @@ class ObjectStoreManager:
         self._model: Attached | None = None
         self._replica: Replica | None = None
         self._local_step = 0
+        self._finished = False
         self._round: _Round | None = None
         self._head: Future[bool] | None = None
         self._over: Turn | None = None
@@ -299,6 +300,10 @@ class ObjectStoreManager:
         """Note one inner step's training loss (nats a token) and its tokens, before the optimizer's step; tokens
         weigh the contribution.
         """
+        if tokens < 0:
+            raise ConfigurationError(
+                f"outer.report(tokens={tokens}): tokens weigh a contribution and can't be negative"
+            )
         self.progress.loss = finite(loss)
         self.progress.tokens += int(tokens)
         for fragment in range(len(self._tokens)):
@@ -328,6 +333,7 @@ class ObjectStoreManager:
         self.progress.digest, self.progress.digest_round = digest, self.run.rounds
         found = self.presence.call(replica.vote())
         if not isinstance(found, list):
+            self._finished = True
             return found
         with tempfile.TemporaryDirectory(prefix="diloco-model-") as folder:
             model_folder = Path(folder) if save is not None else None
@@ -336,7 +342,21 @@ class ObjectStoreManager:
             uri = self.presence.settings.output_uri
             output = open_store(uri) if uri is not None else None
             writing = ending.write_result(replica.context, digest, found, model_folder, output)
-            return self.presence.call(writing)
+            written = self.presence.call(writing)
+        self._finished = True
+        return written
+
+    def check_finished(self) -> None:
+        """Raise DilocoError unless :meth:`finish` has seen the run's result: a replica must not end well before."""
+        if self._finished:
+            return
+        if self._replica is None:
+            raise DilocoError("the trainer returned without a model: call make_diloco_outer_loop, train, and finish()")
+        last = self.run.rounds * self.run.sync_every // self.run.fragments
+        raise DilocoError(
+            f"the trainer returned at inner step {self.inner_step} of {last}: train through all of outer.steps(), then "
+            "call outer.finish()"
+        )
 
     def close(self, *, trainer: dict[str, Any] | None = None, problem: BaseException | None = None) -> None:
         """End: write what there is to report; see :meth:`diloco.presence.Presence.close`."""

@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
         )
         manager.start()
         returned = trainer(manager=manager, rank=options.rank, world_size=options.world_size, **kwargs)
+        manager.check_finished()
         manager.close(trainer=_plain(returned))
     except BaseException as problem:  # noqa: BLE001 - every end of a replica gets its exit code and its last line
         return _give_up(manager, problem)
@@ -76,9 +77,11 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
 def _give_up(manager: ObjectStoreManager | None, problem: BaseException) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+    code: int
     if isinstance(problem, SystemExit):
-        return int(problem.code) if isinstance(problem.code, int) else ExitCode.FAILED
-    if isinstance(problem, Interrupted):
+        code = problem.code if isinstance(problem.code, int) and problem.code else ExitCode.FAILED
+        text = f"the trainer ended its process with sys.exit({problem.code!r}) before the run was over"
+    elif isinstance(problem, Interrupted):
         code, text = ExitCode.INTERRUPTED, "stopped by a signal; start the run again with the same run id to go on"
     elif isinstance(problem, DilocoError):
         code, text = problem.exit_code, str(problem)

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 R = TypeVar("R", bound="Record")
 
+NO_RESULT = "the replicas ended without a result"
+
 
 class ReplicaLine(BaseModel):
     """One replica in the document. Bytes and requests are those of its last process."""
@@ -50,6 +52,8 @@ class ReplicaLine(BaseModel):
     digest: str | None = None
     restarts: int = 0
     """How often this launch relaunched it."""
+    error: str | None = None
+    """Why its last process failed."""
 
 
 class RunReport(BaseModel):
@@ -119,7 +123,8 @@ async def read_report(
         ended = outcome.get(rank) if outcome else None
         line = await _read_line(store, rank, members.get(rank), ended.status if ended else None)
         restarts = ended.metrics.get("restarts", 0) if ended else 0
-        lines.append(line.model_copy(update={"restarts": restarts}))
+        error_of = ended.error if ended and ended.status == "failed" else None
+        lines.append(line.model_copy(update={"restarts": restarts, "error": error_of}))
     return RunReport(
         run_id=settings.run_id,
         status="succeeded" if result else "failed",
@@ -131,9 +136,7 @@ async def read_report(
         initial_eval_loss=first.loss if first else None,
         final_eval_loss=last.loss if last else None,
         wall_seconds=round(wall_seconds, 3),
-        error=None
-        if result
-        else (error or await _first_error(store, members) or "the replicas ended without a result"),
+        error=None if result else (error or await _first_error(store, members) or NO_RESULT),
         parameters=parameter_count(run) if run else None,
         steps=settings.steps,
         resumed=any(member.attempt > 1 for member in members.values()),
@@ -228,6 +231,9 @@ def _facts(report: RunReport) -> list[tuple[str, Text]]:
         facts.append(("traffic", Text(traffic)))
     if report.model_uri:
         facts.append(("model", Text(report.model_uri)))
+    if report.succeeded:
+        failed = [line for line in report.replicas if line.error]
+        facts += [(f"rank {line.rank}", Text(str(line.error), "yellow")) for line in failed]
     if report.error:
         facts.append(("error", Text(report.error, "red")))
     return facts

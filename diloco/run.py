@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.errors import ConfigurationError, DilocoError, ExitCode
 from diloco.exchange import layout
+from diloco.exchange.clock import SystemClock
 from diloco.exchange.launchers import BEAT_EVERY, DEAD_AFTER, claim_launcher
+from diloco.exchange.retrying import RetryingStore
 from diloco.exchange.store import check_store, open_store, read_if_there
 from diloco.executors.base import ReplicaResult
 from diloco.report import ReplicaLine, RunReport, read_report
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from diloco.spec import RunSettings
 
 _COLLECT_SECONDS = 10.0  # for replicas that have ended
+_RESULT_EVERY = 5.0
+_AFTER_RESULT = 60.0  # the last evaluation and the report come after the result
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,7 @@ async def run_replicas(
     store = open_store(settings.uri, storage_options=storage_options)
     try:
         await check_store(store)
+        store = RetryingStore(store, SystemClock(), budget=settings.exchange.retry_for)
         await _check_output(settings, storage_options)
         await claim_spec(store, settings)
         if await _has_result(store):
@@ -112,6 +117,8 @@ async def run_replicas(
         launcher = await claim_launcher(
             store, takeover=takeover, dead_after=pace.dead_after, beat_every=pace.beats, on_wait=on_note
         )
+        if on_note is not None:
+            on_note(f"run {settings.run_id}: {settings.uri}")
         launch = _Launch(executor, settings, launcher, on_status, started, pace)
         return await launch.run()
     finally:
@@ -160,6 +167,7 @@ async def _check_output(settings: RunSettings, storage_options: Mapping[str, Any
     store = open_store(uri, storage_options=storage_options)
     try:
         await check_store(store)
+        store = RetryingStore(store, SystemClock(), budget=settings.exchange.retry_for)
     finally:
         await store.close()
 
@@ -202,6 +210,8 @@ class _Launch:
         self._beats: dict[int, Beat] = {}
         self._outdated: dict[int, int] = {}  # the attempt before a rank's last restart
         self._over = False  # the result is there
+        self._over_since: float | None = None
+        self._look_again = 0.0
 
     async def run(self) -> RunReport:
         """Launch, supervise, stop, report."""
@@ -257,10 +267,24 @@ class _Launch:
                     await self._relaunch(rank)
             if not self._running() and (self._over or self._supervisor.idle):
                 return self._supervisor.explain()
+            if await self._result_is_old():
+                return None  # whoever still hangs is stopped
             for task in tasks:
                 if task.done():
                     task.result()
             await asyncio.sleep(self._pace.processes)
+
+    async def _result_is_old(self) -> bool:
+        """Whether the result has been there for longer than a replica needs to end after it."""
+        now = time.monotonic()
+        if now < self._look_again:
+            return False
+        self._look_again = now + _RESULT_EVERY
+        await self._look_for_result()
+        if not self._over:
+            return False
+        self._over_since = self._over_since or now
+        return now - self._over_since > _AFTER_RESULT
 
     def _running(self) -> list[ReplicaHandle]:
         return [handle for handle in self._handles.values() if handle.status in ("pending", "running")]

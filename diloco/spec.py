@@ -13,7 +13,7 @@ from diloco.errors import ConfigurationError, RunMismatchError
 from diloco.exchange import layout
 from diloco.exchange.records import OnceRecord
 from diloco.exchange.settings import ExchangeSettings
-from diloco.exchange.store import create_once
+from diloco.exchange.store import create_once, read_if_there
 from diloco.executors.base import ReplicaSpec
 
 if TYPE_CHECKING:
@@ -124,7 +124,15 @@ class RunSettings(BaseModel):
         ]
 
     def _schedule_problems(self) -> list[str]:
-        least = {"replicas": 1, "steps": 1, "sync_every": 1, "fragments": 1, "sync_delay": 0, "max_restarts": 0}
+        least = {
+            "replicas": 1,
+            "steps": 1,
+            "sync_every": 1,
+            "fragments": 1,
+            "sync_delay": 0,
+            "seed": 0,
+            "max_restarts": 0,
+        }
         problems = [
             f"--{name.replace('_', '-')} {getattr(self, name)} is below {low}: use at least {low}"
             for name, low in least.items()
@@ -164,6 +172,8 @@ class RunSettings(BaseModel):
                 f"--min-replicas {least} is above --replicas {self.replicas}:"
                 f" use --min-replicas {self.replicas} or less"
             )
+        if least is not None and self.policy == "strict":
+            problems.append(f"--min-replicas {least} goes with --policy skip: strict needs all replicas")
         if not layout.RUN_ID.fullmatch(self.run_id):
             problems.append(
                 f"--run-id {self.run_id!r}: use 1 to 40 lower-case letters, digits and hyphens, no hyphen first or last"
@@ -227,12 +237,19 @@ class SpecRecord(OnceRecord):
 
 
 async def claim_spec(store: Store, settings: RunSettings) -> None:
-    """Create `spec.json`, or compare with the one that is there: RunMismatchError names the first difference."""
+    """Create `spec.json`, or compare with the one that is there: RunMismatchError names the first difference.
+
+    One of a run that no replica has begun is replaced.
+    """
     mine = SpecRecord.of(settings)
     created, stored = await create_once(store, layout.SPEC, mine)
     if created:
         return
     difference = mine.first_difference(SpecRecord.from_json(stored, layout.SPEC))
+    if difference is not None and await read_if_there(store, layout.RUN) is None:
+        # No replica ever got as far as to agree on the run: a first attempt with a mistake in it is no run to protect.
+        await store.write(layout.SPEC, mine.to_json())
+        return
     if difference is not None:
         name, theirs, now = difference
         raise RunMismatchError(

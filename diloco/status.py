@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, Self
 
@@ -13,6 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from diloco.errors import CorruptObjectError
 from diloco.exchange import layout
 from diloco.exchange.records import Beat, Claim
 from diloco.exchange.store import read_if_there
@@ -120,8 +122,13 @@ async def read_beats(store: Store, ignore: frozenset[Member]) -> dict[int, Beat]
             newest[member.rank] = member
     keys = [layout.beat(member) for member in newest.values()]
     found = await asyncio.gather(*(read_if_there(store, key) for key in keys))
-    beats = [Beat.from_json(data, key) for key, data in zip(keys, found, strict=True) if data is not None]
-    return {beat.rank: beat for beat in beats}
+    beats: dict[int, Beat] = {}
+    for key, data in zip(keys, found, strict=True):
+        with suppress(CorruptObjectError):  # a file that is no beat says nothing of the other ranks
+            if data is not None:
+                beat = Beat.from_json(data, key)
+                beats[beat.rank] = beat
+    return beats
 
 
 class View(Protocol):

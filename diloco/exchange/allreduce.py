@@ -197,7 +197,7 @@ class ObjectStoreAllReduce:
                 "nothing with them"
             )
         if commit.participants and commit.participants != wait.averaged:
-            await committed_mean(self.context, commit, fragment.layout, wait.mean)
+            await committed_mean(self.context, commit, fragment.layout, wait.mean, self._own_payload(round_))
         self._own = None
         return Outcome(commit)
 
@@ -267,6 +267,12 @@ class ObjectStoreAllReduce:
                 self.grace.observe(wait.grace.seconds)
             wait.seen |= present
 
+    def _own_payload(self, round_: int) -> tuple[layout.Member, bytearray] | None:
+        """What this member sent in this round, which need not be fetched."""
+        if self._own is None or self._own[0] != round_:
+            return None
+        return self.context.member, self._own[1].data
+
     async def _average(self, round_: int, proposal: rounds.Proposal, wait: _Wait) -> bool:
         """Average what would be committed. False if a payload turned out bad: it is rejected, and the round has to be
         decided again.
@@ -274,8 +280,7 @@ class ObjectStoreAllReduce:
         wait.averaged = None
         if not proposal.participants:
             return True
-        mine = self._own[1].data if self._own is not None and self._own[0] == round_ else None
-        own = (self.context.member, mine) if mine is not None else None
+        own = self._own_payload(round_)
         try:
             await gather_mean(self.context.store, round_, proposal.participants, own=own, out=wait.mean)
         except BadPayloadError as problem:

@@ -284,7 +284,9 @@ def check_fragment(context: Context, commit: Commit) -> None:
         )
 
 
-async def committed_mean(context: Context, commit: Commit, layout_: str, out: Flat) -> None:
+async def committed_mean(
+    context: Context, commit: Commit, layout_: str, out: Flat, own: tuple[layout.Member, bytearray] | None = None
+) -> None:
     """The mean of a committed round. A payload that is gone raises ObjectMissingError; a corrupt one
     CorruptObjectError.
     """
@@ -299,9 +301,9 @@ async def committed_mean(context: Context, commit: Commit, layout_: str, out: Fl
         if reason is not None:
             raise CorruptObjectError(f"round {commit.round} was committed with {participant.member}, but {reason}")
     try:
-        await gather_mean(context.store, commit.round, commit.participants, own=None, out=out)
+        await gather_mean(context.store, commit.round, commit.participants, own=own, out=out)
     except BadPayloadError as problem:
         raise CorruptObjectError(
             f"round {commit.round} was committed, but {problem.member}'s payload is corrupt now ({problem.reason}); "
-            "it is not averaged: fork a new run from a checkpoint"
+            "it is not averaged, and the run can't go on past it: start a new run"
         ) from problem

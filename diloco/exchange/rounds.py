@@ -85,7 +85,7 @@ def decide(
     if rules.policy == "strict":
         guests = [rank for rank in headers if rank >= rules.world_size]
         headers = {rank: header for rank, header in headers.items() if rank < rules.world_size}
-        if (reason := _strict_objection(headers, rejected, unusable)) is not None:
+        if (reason := _strict_objection(rules.world_size, headers, rejected, unusable)) is not None:
             return Ended(reason)
         missing = [rank for rank in range(rules.world_size) if rank not in headers]
         if missing:
@@ -112,10 +112,10 @@ def _named(ranks: list[int]) -> list[str]:
 
 
 def _strict_objection(
-    headers: Mapping[int, Header], rejected: Mapping[layout.Member, str], unusable: Mapping[int, str]
+    world_size: int, headers: Mapping[int, Header], rejected: Mapping[layout.Member, str], unusable: Mapping[int, str]
 ) -> str | None:
     for rank, reason in unusable.items():
-        if rank not in headers:
+        if rank not in headers and rank < world_size:
             return f"rank {rank}: {reason}"
     sides: defaultdict[str, list[int]] = defaultdict(list)
     for rank in sorted(headers):
@@ -185,7 +185,11 @@ class HeaderReader:
     def refused_members(self) -> dict[layout.Member, str]:
         """The same by member, of those keys that are a member's header."""
         members = {key: layout.parse_member(key) for key in self.refused}
-        return {member: self.refused[key] for key, member in members.items() if member is not None}
+        return {
+            member: self.refused[key]
+            for key, member in members.items()
+            if member is not None and key == layout.header(self.round, member)
+        }
 
     async def read(self) -> dict[int, Header]:
         """The highest attempt's header of each rank that has one."""

@@ -122,7 +122,7 @@ class Store(ABC):
     async def list(self, prefix: str) -> Entries:
         """All objects whose key starts with `prefix` (which ends in a slash), sorted by key. Never cached."""
         self.stats.requests += 1
-        return sorted(await self._list(prefix))
+        return sorted(entry for entry in await self._list(prefix) if _is_inside(entry.key))
 
     async def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; absent ones are ignored."""
@@ -154,9 +154,13 @@ class Store(ABC):
 
 def _inside(key: str) -> str:
     """The key itself, or CorruptObjectError for one that could lead out of the store: keys come from listings, too."""
-    if key.startswith("/") or ".." in key.split("/"):
+    if not _is_inside(key):
         raise CorruptObjectError(f"{key!r} is no key of a run")
     return key
+
+
+def _is_inside(key: str) -> bool:
+    return not key.startswith("/") and ".." not in key.split("/")
 
 
 def open_store(uri: str, *, storage_options: Mapping[str, Any] | None = None) -> Store:
@@ -222,10 +226,24 @@ async def check_store(store: Store, *, seconds: float = CHECK_SECONDS) -> None:
         async with asyncio.timeout(seconds):
             await _probe(store)
     except TimeoutError:
-        raise StoreUnreachableError(
-            f"{store.uri}: no answer within {seconds:.0f} s: check the address, the endpoint (AWS_ENDPOINT_URL) and "
-            "the network"
-        ) from None
+        raise _no_answer(store, seconds) from None
+
+
+async def check_read(store: Store, *, seconds: float = CHECK_SECONDS) -> None:
+    """Make sure within `seconds` that a store answers, without writing anything. Raises as :func:`check_store`."""
+    await store.open()
+    try:
+        async with asyncio.timeout(seconds):
+            await store.list(layout.COMMITS)
+    except TimeoutError:
+        raise _no_answer(store, seconds) from None
+
+
+def _no_answer(store: Store, seconds: float) -> StoreUnreachableError:
+    return StoreUnreachableError(
+        f"{store.uri}: no answer within {seconds:.0f} s: check the address, the endpoint (AWS_ENDPOINT_URL) and "
+        "the network"
+    )
 
 
 @contextlib.asynccontextmanager

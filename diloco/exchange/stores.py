@@ -78,7 +78,7 @@ class LocalStore(Store):
         parts = urlsplit(uri)
         if parts.netloc:
             raise ConfigurationError(f"{uri}: a local folder is written file:///absolute/path, with three slashes")
-        self._root = Path(unquote(parts.path))
+        self._root = Path(unquote(uri.removeprefix("file://")))
 
     async def _in_thread(self, function: Callable[P, T], key: str, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
@@ -93,7 +93,7 @@ class LocalStore(Store):
                 "with hard links"
             ) from problem
         except OSError as problem:
-            raise StoreError(f"{self.uri}/{key}: {problem.strerror or problem}") from problem
+            raise StoreError(f"{self.uri}: {problem.strerror or problem}: give another folder") from problem
 
     async def _read(self, key: str, start: int, end: int | None) -> bytes:
         def read() -> bytes:

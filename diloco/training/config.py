@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -124,7 +125,7 @@ def preflight(
     code, and asks the Hub for at most :data:`HUB_SECONDS` a question.
     """
     preset = PRESETS.get(config.model)
-    layers, positions = (preset.layers, preset.max_positions) if preset else _bounded(_model_shape, config.model)
+    layers, positions = (preset.layers, preset.max_positions) if preset else _shape_of(config.model)
     if fragments > layers:
         raise ConfigurationError(
             f"{fragments} fragments > the {layers} layers of model {config.model!r}; use --fragments {layers} or fewer"
@@ -166,6 +167,14 @@ def check_amount(config: TrainConfig, world_size: int, sequences: int) -> None:
             f" {world_size} replicas and a held-out one need {needed}; give more text, or a smaller"
             " batch_size or sequence_length"
         )
+
+
+def _shape_of(model: str) -> tuple[int, int | None]:
+    if Path(model).expanduser().is_dir():
+        return _model_shape(model)  # nothing is asked of anybody
+    with suppress(ImportError):
+        import transformers  # noqa: F401 - loading it is no question to the Hub, and takes its time on a busy machine
+    return _bounded(_model_shape, model)
 
 
 def _bounded(check: Callable[[str], _T], name: str) -> _T:

@@ -22,7 +22,7 @@ SMALL = ["--replicas", "2", "--steps", "12", "--sync-every", "4"]
 
 REPLICA_FIELDS = {
     "rank", "status", "steps", "tokens", "tokens_per_second", "final_train_loss", "seconds_training",
-    "seconds_waiting", "bytes_up", "bytes_down", "requests", "digest",
+    "seconds_waiting", "bytes_up", "bytes_down", "requests", "digest", "restarts", "error",
 }  # fmt: skip
 RUN_FIELDS = {
     "run_id", "status", "rendezvous_uri", "model_uri", "replicas", "rounds_committed", "rounds_expected",

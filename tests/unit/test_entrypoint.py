@@ -31,8 +31,25 @@ from diloco.exchange.layout import Member
 from diloco.exchange.records import Claim
 
 
-def fine(*, manager, rank, world_size, answer):
+def fine(*, manager, rank, world_size, answer, stop_at=None):
+    import torch
+    from diloco import make_diloco_outer_loop
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    outer = make_diloco_outer_loop(manager, [model], optimizer, steps=4, sync_every=2)
+    with outer:
+        for step in outer.steps():
+            if step == stop_at:
+                return
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    outer.finish()
     return {"answer": answer, "rank": rank, "world_size": world_size, "object": object(), "nan": float("nan")}
+
+
+def leaves(*, manager, rank, world_size):
+    raise SystemExit(0)
 
 
 def broken(*, manager, rank, world_size):
@@ -247,6 +264,24 @@ def test_a_good_end_is_reported(tmp_path: Path, trainers: str) -> None:
     assert claim.rank == 0
     report = ReplicaReport.from_json((run / layout.result(Member(0, 1))).read_bytes(), "result")
     assert report.trainer == {"answer": 42, "rank": 0, "world_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("function", "kwargs", "says"),
+    [
+        ("fine", {"answer": 1, "stop_at": 3}, "the trainer returned at inner step 3 of 4"),
+        ("takes_anything", {}, "the trainer returned without a model"),
+        ("leaves", {}, "sys.exit(0) before the run was over"),
+    ],
+)
+def test_no_replica_ends_well_before_the_result(
+    tmp_path: Path, trainers: str, function: str, kwargs: dict[str, int], says: str
+) -> None:
+    arguments = ["--trainer-module", trainers, "--trainer-fn", function, "--trainer-kwargs-json", json.dumps(kwargs)]
+    done = replica(tmp_path / "run", *arguments)
+    assert done.returncode == 1
+    assert says in last_line(done)
+    assert not (tmp_path / "run" / layout.result(Member(0, 1))).exists()
 
 
 def test_a_rank_beyond_a_strict_world_is_refused(tmp_path: Path, trainers: str) -> None:

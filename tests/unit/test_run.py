@@ -143,6 +143,7 @@ def test_a_run_is_reported_from_the_bucket(tmp_path: Path) -> None:
                 "requests": 40,
                 "digest": "d",
                 "restarts": 0,
+                "error": None,
             }
             for rank in range(2)
         ],
