@@ -15,7 +15,7 @@ from diloco.exchange.store import open_store
 from diloco.exchange.stores import MemoryStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
     from pathlib import Path
 
 STORES = ("memory", "file", "s3")
@@ -89,3 +89,13 @@ async def _empty(uri: str) -> None:
         await store.delete([entry.key for entry in await store.list("")])
     finally:
         await store.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Where all parts must be there (CI), a skipped test has failed."""
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail") and os.environ.get("DILOCO_REQUIRE_ALL") == "1":
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid} was skipped, and nothing may be missing here: {report.longrepr}"
+    return report

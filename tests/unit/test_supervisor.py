@@ -349,7 +349,7 @@ def test_the_launcher_says_when_it_has_ended(tmp_path: Path) -> None:
     said: list[str] = []
     report = run(tmp_path, "hang", "crash", on_note=said.append)
     assert report.status == "failed"
-    assert said == [], "the next one did not wait"
+    assert said[1:] == [], "the next one did not wait"
     assert launcher_beat(tmp_path, 2).ended
 
 
