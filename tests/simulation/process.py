@@ -108,8 +108,10 @@ class Process:
         self.exit_code: int | None = None
         self.effects = 0
         self.turn_began = 0
-        self.tainted = False
-        """A fault has changed its state: it may differ from the truth until it has loaded it again."""
+        self.tainted = self.was_tainted = False
+        """A fault has changed its state: it may differ from the truth until it has loaded it again. A checkpoint of
+        the time may be written later.
+        """
         self._fatal: FencedError | None = None
         self._over: Turn | None = None
         self._writing: Step | None = None
@@ -293,7 +295,7 @@ class Process:
         return tensors
 
     def _flip(self, state: FragmentState) -> None:
-        self.tainted = True
+        self.tainted = self.was_tainted = True
         state.parameters["a"].view(torch.int32)[1] ^= 1
 
     def _after_apply(self) -> None:
@@ -322,7 +324,7 @@ class Process:
             if snapshot is not None:
                 await replica.write(snapshot)
         except CorruptObjectError as problem:
-            require(self.tainted, f"{self} can't write a checkpoint: {problem}")
+            require(self.was_tainted, f"{self} can't write a checkpoint: {problem}")
         except StoreError:
             pass
 

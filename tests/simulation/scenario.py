@@ -166,7 +166,7 @@ class Dice:
         seconds = draw.choice((0.3, 3.0, 8.0, 20.0)) * (0.5 + draw.random())
         if kind in IN_ROUND:
             return Fault(kind, rank, round=draw.randrange(self.rounds), seconds=seconds if kind == "slow" else 0.0)
-        times = draw.choice((1, 2, 5, 12)) if kind == "unreachable" else 1
+        times = draw.choice((1, 3, 12, 40)) if kind == "unreachable" else 1
         if kind == "twin":
             return Fault(kind, rank, "create", "claim", 0)
         if kind in CREATES:

@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
+from diloco.errors import DivergedError
 from tests.simulation.scenario import AT_OPERATION, IN_ROUND, SPECIAL, Fault, Scenario, scenario
 from tests.simulation.search import search
-from tests.simulation.simulation import simulate
+from tests.simulation.simulation import Simulation, simulate
 
 SCHEDULES = 20_000
 PARTS = 4
@@ -61,3 +62,16 @@ def test_a_bit_that_flips_after_the_last_digest_is_not_in_the_result() -> None:
     flips = Scenario(0, rounds=2, training=0.1, faults=(Fault("flip", 0, round=1),))
     violation = simulate(flips).violation
     assert violation is None, violation
+
+
+@pytest.mark.xfail(strict=True, reason="it ends, though it has not tried a checkpoint")
+def test_one_that_diverged_in_another_fragment_catches_up_from_a_checkpoint() -> None:
+    """Rank 2 diverges in fragment 0 and then misses the round of fragment 1. It catches up from its own state, which
+    replays fragment 1 only, and abstains in the next round of fragment 0: there its digest differs.
+    """
+    faults = (Fault("diverge", 2, round=0), Fault("slow", 2, round=1, seconds=2.0))
+    simulation = Simulation(Scenario(2, fragments=2, rounds=5, training=0.1, grace=1.0, faults=faults))
+    violation = simulate(simulation.scenario, simulation=simulation).violation
+    assert violation is None, violation
+    ends = [process.problem for process in simulation.processes]
+    assert not any(isinstance(problem, DivergedError) for problem in ends), ends
