@@ -83,7 +83,8 @@ async def gather_mean(
     ):
         info = participant.payload
         codec_ = codec.codec(info.codec)
-        block_bytes = max(BLOCK_BYTES // info.chunk_bytes, 1) * info.chunk_bytes
+        # As many chunks as decode into one block, at least one.
+        block_bytes = max(BLOCK_BYTES * codec_.itemsize // 4 // info.chunk_bytes, 1) * info.chunk_bytes
         decode = codec.Decoder(codec_, min(block_bytes, info.size - info.data_offset))
         if own is not None and own[0] == participant.member:
             blocks = _own_blocks(own[1], info, block_bytes)
