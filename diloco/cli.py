@@ -390,6 +390,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = app(args=None if arguments is None else list(arguments), standalone_mode=False)
     except typer.TyperException as problem:
+        if type(problem).__name__ == "NoArgsIsHelpError":
+            sys.stderr.write(f"{problem.format_message()}\n")
+            return USAGE
         return _fail(f"{problem.format_message()} (see --help)", USAGE)
     except DilocoError as problem:
         return _fail(str(problem), _exit_code(problem))

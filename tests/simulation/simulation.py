@@ -297,12 +297,14 @@ class Simulation(World):
         return None
 
     def flip_when_digested(self, process: Process, state: FragmentState) -> None:
-        """Flip a bit once the digest of what was applied is known."""
+        """Flip a bit once the digest of what was applied is known, unless another round was faster."""
+        round_ = state.last_round
 
         async def flip() -> None:
             if process.replica is not None:
                 await process.replica.digest(state.index)
-                process._flip(state)
+                if state.last_round == round_:
+                    process._flip(state)
 
         process.spawn(flip(), "flip")
 
