@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from diloco.errors import DivergedError
+from diloco.errors import DivergedError, ObjectMissingError
 from tests.simulation.scenario import AT_OPERATION, IN_ROUND, SPECIAL, Fault, Scenario, scenario
 from tests.simulation.search import search
 from tests.simulation.simulation import Simulation, simulate
@@ -70,8 +70,22 @@ def test_one_that_diverged_in_another_fragment_catches_up_from_a_checkpoint() ->
     replays fragment 1 only, and abstains in the next round of fragment 0: there its digest differs.
     """
     faults = (Fault("diverge", 2, round=0), Fault("slow", 2, round=1, seconds=2.0))
-    simulation = Simulation(Scenario(2, fragments=2, rounds=5, training=0.1, grace=1.0, faults=faults))
-    violation = simulate(simulation.scenario, simulation=simulation).violation
+    assert DivergedError not in ends(Scenario(2, fragments=2, rounds=5, training=0.1, grace=1.0, faults=faults))
+
+
+@pytest.mark.xfail(strict=True, reason="what was listed and is gone ends the process")
+def test_an_own_state_that_goes_while_it_is_looked_for_is_not_missed() -> None:
+    """The older attempt of a rank still saves its inner state, and deletes the one before, while the newer one has
+    listed them and is about to read.
+    """
+    faults = (Fault("zombie", 1, nth=90), Fault("delay", 1, "read", "inner", seconds=0.8))
+    run = Scenario(0, world_size=2, min_replicas=1, rounds=6, inner=True, training=0.5, faults=faults)
+    assert ObjectMissingError not in ends(run)
+
+
+def ends(run: Scenario) -> set[type]:
+    """How the processes of a run end."""
+    simulation = Simulation(run)
+    violation = simulate(run, simulation=simulation).violation
     assert violation is None, violation
-    ends = [process.problem for process in simulation.processes]
-    assert not any(isinstance(problem, DivergedError) for problem in ends), ends
+    return {type(process.problem) for process in simulation.processes}
