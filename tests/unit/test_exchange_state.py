@@ -136,18 +136,3 @@ def test_names_must_match() -> None:
 
 def test_the_whole_digest_depends_on_order() -> None:
     assert whole_digest(["a", "b"]) != whole_digest(["b", "a"]) != whole_digest(["ab"])
-
-
-def test_a_replay_on_a_gpu_keeps_parameters_and_momenta_where_they_are() -> None:
-    """torchft's backups are on the CPU, the outer optimizer's momenta with the model. No GPU is needed: tensors are
-    fake.
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        backup, momentum = torch.empty(3), torch.empty(3, device="cuda")
-        state = FragmentState(0, {"weight": backup}, {"weight": momentum})
-        state.apply(torch.empty(3), OuterStep(), 0)
-        copied = state.copy()
-    assert (backup.device.type, momentum.device.type) == ("cpu", "cuda")
-    assert copied.momentum["weight"].device.type == "cpu"
