@@ -8,6 +8,7 @@ import logging
 import re
 from typing import TYPE_CHECKING
 
+from diloco.errors import ObjectMissingError
 from diloco.exchange import layout
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ async def load(context: Context, round_: int) -> dict[str, torch.Tensor] | None:
     for _, _, key in sorted(found, reverse=True):
         try:
             return safetensors.torch.load(await context.store.read(key))
+        except ObjectMissingError:
+            continue  # the attempt before, still alive, has written a newer one since
         except safetensors.SafetensorError as problem:
             logger.warning("%s: %s is not used: %s", context.member, key, problem)
     return None

@@ -86,6 +86,8 @@ class Replica:
         self._allreduce = ObjectStoreAllReduce(context)
         self._last_commit: Commit | None = None
         self._lost = False
+        self._reloaded = False
+        """Whether the last catch-up began at a checkpoint, not at this replica's own state."""
 
     @classmethod
     async def enter(
@@ -151,8 +153,8 @@ class Replica:
             self._lose(turn, problem)
 
     def _lose(self, turn: Turn, problem: DivergedError | ObjectMissingError) -> None:
-        if isinstance(problem, DivergedError) and turn.abstain is not None:
-            # It has just caught up, and still differs: it would go on doing so.
+        if isinstance(problem, DivergedError) and turn.abstain is not None and self._reloaded:
+            # It has just caught up from a checkpoint, and still differs: it would go on doing so.
             raise problem
         logger.warning("%s: round %d is not applied: %s", self.context.member, turn.round, problem)
         self._lost = True
@@ -228,6 +230,7 @@ class Replica:
                     raise
             from_checkpoint = True
         self._lost = False
+        self._reloaded = from_checkpoint
         self._digests = [self._digest(state) for state in self.states]
 
     # ---- the end
@@ -239,5 +242,5 @@ class Replica:
         return await ending.await_result(self.context, digest)
 
     async def final_digest(self) -> str:
-        """One digest of all fragments."""
-        return whole_digest([await digest for digest in self._digests])
+        """One digest of all fragments as they are now, not as they were when they were applied."""
+        return whole_digest([await self._digest(state) for state in self.states])

@@ -54,7 +54,6 @@ def test_the_command_replays_a_seed(arguments: list[str], code: int) -> None:
     assert ("are needed" if code else "every invariant held") in done.stdout.splitlines()[-1]
 
 
-@pytest.mark.xfail(strict=True, reason="the vote carries the digests from when each fragment was applied")
 def test_a_bit_that_flips_after_the_last_digest_is_not_in_the_result() -> None:
     """A bit of rank 0's parameters flips after the digest of the last round was taken: rank 0 must not write the
     model, since what it holds is not what it voted for.
@@ -64,7 +63,6 @@ def test_a_bit_that_flips_after_the_last_digest_is_not_in_the_result() -> None:
     assert violation is None, violation
 
 
-@pytest.mark.xfail(strict=True, reason="it ends, though it has not tried a checkpoint")
 def test_one_that_diverged_in_another_fragment_catches_up_from_a_checkpoint() -> None:
     """Rank 2 diverges in fragment 0 and then misses the round of fragment 1. It catches up from its own state, which
     replays fragment 1 only, and abstains in the next round of fragment 0: there its digest differs.
@@ -73,7 +71,6 @@ def test_one_that_diverged_in_another_fragment_catches_up_from_a_checkpoint() ->
     assert DivergedError not in ends(Scenario(2, fragments=2, rounds=5, training=0.1, grace=1.0, faults=faults))
 
 
-@pytest.mark.xfail(strict=True, reason="what was listed and is gone ends the process")
 def test_an_own_state_that_goes_while_it_is_looked_for_is_not_missed() -> None:
     """The older attempt of a rank still saves its inner state, and deletes the one before, while the newer one has
     listed them and is about to read.
