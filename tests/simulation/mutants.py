@@ -3,105 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from diloco import supervisor
-from diloco.errors import RoundTimeoutError
 from diloco.exchange import allreduce, checkpoint, codec, ending, layout, membership, pruning, reduce, replica, rounds
 from diloco.exchange import store as store_module
-from diloco.exchange.flat import Flat
-from diloco.exchange.records import Record, RunResult
+from diloco.exchange.records import Record
 from diloco.exchange.state import FragmentState
+from tests.simulation import wraps
 from tests.simulation.mutation import Edit, Mutant, Wrap
-
-
-def _waits_if_empty(decide: Any) -> Any:
-    def mutant(*args: Any, **kwargs: Any) -> Any:
-        decision = decide(*args, **kwargs)
-        empty = isinstance(decision, rounds.Proposal) and not decision.participants
-        return rounds.Waiting(["a contribution"], enough=True) if empty else decision
-
-    return mutant
-
-
-def _replays_at_the_second_call(replay: Any) -> Any:
-    async def mutant(context: Any, states: Any, round_: int, *args: Any, **kwargs: Any) -> Any:
-        if not hasattr(context, "trains"):
-            context.trains = True
-            return round_
-        return await replay(context, states, round_, *args, **kwargs)
-
-    return mutant
-
-
-def _without_nonce(to_json: Any) -> Any:
-    return lambda self: to_json(self.model_copy(update={"nonce": "0"}) if hasattr(self, "nonce") else self)
-
-
-def _ends_at_a_tie(decide: Any) -> Any:
-    def mutant(*args: Any, **kwargs: Any) -> Any:
-        decision = decide(*args, **kwargs)
-        tie = isinstance(decision, rounds.Waiting) and "tie" in decision.waiting_for[0]
-        return rounds.Ended("a tie") if tie else decision
-
-    return mutant
-
-
-def _with_older_attempts(read: Any) -> Any:
-    async def mutant(self: Any) -> Any:
-        best = await read(self)
-        older = [h for h in self._seen.values() if h is not None and best[h.rank].attempt > h.attempt]
-        return best | {100 + header.rank: header for header in older}
-
-    return mutant
-
-
-def _result_at_once(_: Any) -> Any:
-    async def mutant(context: Any, digest: str) -> RunResult:
-        member = context.member
-        return RunResult(digest=digest, rounds=0, votes=[], rank=member.rank, attempt=member.attempt, model_uri=None)
-
-    return mutant
-
-
-def _no(_: Any) -> Any:
-    async def mutant(context: Any) -> bool:
-        return False
-
-    return mutant
-
-
-def _commits_at_a_time_out(settle: Any) -> Any:
-    async def mutant(self: Any, round_: int, fragment: Any, out: Any) -> Any:
-        try:
-            return await settle(self, round_, fragment, out)
-        except RoundTimeoutError:
-            given_up = rounds.Proposal(fragment.base_digest, [], [], "time-out")
-            wait = allreduce._Wait(fragment, rounds.HeaderReader(self.context.store, round_, 0), Flat(out))
-            return allreduce.Outcome(await self._commit(round_, given_up, wait))
-
-    return mutant
-
-
-def _in_order_of_arrival(read: Any) -> Any:
-    async def mutant(self: Any) -> Any:
-        best, seen = await read(self), list(self._seen)
-        arrival = {header.rank: seen.index(layout.header(self.round, header.member)) for header in best.values()}
-        return dict(sorted(best.items(), key=lambda item: arrival[item[0]]))
-
-    return mutant
-
-
-def _claims_and_deletes(claim: Any) -> Any:
-    async def mutant(store: Any, rank: int, **options: Any) -> Any:
-        member = await claim(store, rank, **options)
-        older = layout.member_name(layout.Member(rank, member.attempt - 1))
-        found = await store.list(layout.ROUNDS)
-        await store.delete(entry.key for entry in found if older in entry.key)
-        return member
-
-    return mutant
-
 
 ALLREDUCE = allreduce.ObjectStoreAllReduce
 REPLICA = replica.Replica
@@ -139,7 +48,7 @@ MUTANTS = (
     Mutant(
         "an empty round is not committed",
         "a commit may have no participants",
-        (Wrap(rounds, "decide", _waits_if_empty),),
+        (Wrap(rounds, "decide", wraps.waits_if_empty),),
         scenario="not_a_number",
     ),
     Mutant(
@@ -148,7 +57,7 @@ MUTANTS = (
         (Edit(rounds, "decide", ("len(ranked) > 1 and ranked[1][1] == ranked[0][1]", "False")),),
         "tie",
     ),
-    Mutant("a tie ends the run", "a tie keeps waiting", (Wrap(rounds, "decide", _ends_at_a_tie),), "tie"),
+    Mutant("a tie ends the run", "a tie keeps waiting", (Wrap(rounds, "decide", wraps.ends_at_a_tie),), "tie"),
     Mutant(
         "another digest is averaged as well",
         "headers with another digest are left out",
@@ -164,7 +73,7 @@ MUTANTS = (
         "two attempts of a rank in a commit",
         "a participant is one attempt a rank",
         (
-            Wrap(rounds.HeaderReader, "read", _with_older_attempts),
+            Wrap(rounds.HeaderReader, "read", wraps.with_older_attempts),
             Edit(rounds, "_propose", ("Participant(rank=rank", "Participant(rank=header.rank")),
         ),
         budget=1000,
@@ -172,7 +81,7 @@ MUTANTS = (
     Mutant(
         "a time-out ends as an empty commit",
         "a time-out ends the local process only, and is never written into a commit",
-        (Wrap(ALLREDUCE, "settle", _commits_at_a_time_out),),
+        (Wrap(ALLREDUCE, "settle", wraps.commits_at_a_time_out),),
         "impatient",
     ),
     Mutant(
@@ -208,7 +117,7 @@ MUTANTS = (
         "averaging in order of arrival",
         "the mean is added in rank order",
         (
-            Wrap(rounds.HeaderReader, "read", _in_order_of_arrival),
+            Wrap(rounds.HeaderReader, "read", wraps.in_order_of_arrival),
             Edit(rounds, "_propose", ("for rank in sorted(headers):", "for rank in headers:")),
         ),
     ),
@@ -250,7 +159,7 @@ MUTANTS = (
     Mutant(
         "no nonce is drawn",
         "the nonce is drawn in the process",
-        (Wrap(Record, "to_json", _without_nonce),),
+        (Wrap(Record, "to_json", wraps.without_nonce),),
         budget=1000,
     ),
     Mutant(
@@ -274,7 +183,7 @@ MUTANTS = (
     Mutant(
         "fencing deletes what the older attempt contributed",
         "fencing deletes nothing",
-        (Wrap(membership, "claim", _claims_and_deletes),),
+        (Wrap(membership, "claim", wraps.claims_and_deletes),),
     ),
     Mutant(
         "checkpoint c licenses deleting round c",
@@ -351,7 +260,7 @@ MUTANTS = (
     Mutant(
         "catching up after the first inner steps",
         "catch up before the first inner step",
-        (Wrap(checkpoint, "replay", _replays_at_the_second_call),),
+        (Wrap(checkpoint, "replay", wraps.replays_at_the_second_call),),
     ),
     Mutant(
         "pruned data end the process",
@@ -396,7 +305,7 @@ MUTANTS = (
     Mutant(
         "pruning while the run ends",
         "from R on nothing is pruned until the result exists",
-        (Wrap(pruning, "_is_ending", _no),),
+        (Wrap(pruning, "_is_ending", wraps.no),),
         "slow_writer",
     ),
     Mutant(
@@ -408,7 +317,7 @@ MUTANTS = (
     Mutant(
         "a replica exits without a result",
         "a replica exits 0 only once the result exists",
-        (Wrap(ending, "await_result", _result_at_once),),
+        (Wrap(ending, "await_result", wraps.result_at_once),),
     ),
 )
 """In the order of protocol.md."""
