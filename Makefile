@@ -1,5 +1,5 @@
 # The two commands of the README are `make demo` and `make test`; both install what they need into .venv first.
-PYTHON ?= python3
+PYTHON ?= $(shell python3 -c 'import sys; print("python3" if sys.version_info >= (3, 11) else "python3.11")' 2>/dev/null || echo python3.11)
 VENV := .venv
 BIN := $(VENV)/bin
 
