@@ -103,7 +103,7 @@ class Process:
         self.replica: Replica | None = None
         self.tasks: list[Step] = []
         self.paused_until = 0.0
-        self.doomed = self.ended = False
+        self.doomed = self.ended = self.finishing = False
         self.problem: BaseException | None = None
         self.exit_code: int | None = None
         self.effects = 0
@@ -329,6 +329,7 @@ class Process:
             pass
 
     async def _finish(self, replica: Replica) -> None:
+        self.finishing = True
         digest = await self._call(replica.final_digest())
         found = await self._call(replica.vote())
         if isinstance(found, list):

@@ -10,7 +10,7 @@ import pytest
 from tests.simulation.enumeration import kills, small
 from tests.simulation.search import enumerate_all
 
-PARTS = 3
+PARTS = 9
 STRICT, ALONE = kills(small("strict")), kills(small("skip"))
 
 

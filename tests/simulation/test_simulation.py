@@ -13,7 +13,7 @@ from tests.simulation.search import search
 from tests.simulation.simulation import Simulation, simulate
 
 SCHEDULES = 20_000
-PARTS = 4
+PARTS = 8
 
 
 @pytest.mark.parametrize("part", range(PARTS))
