@@ -331,7 +331,7 @@ class ObjectStoreManager:
         self.progress.end_training()
         digest = self.presence.call(replica.final_digest())
         self.progress.digest, self.progress.digest_round = digest, self.run.rounds
-        found = self.presence.call(replica.vote())
+        found = self.presence.call(replica.vote(digest))
         if not isinstance(found, list):
             self._finished = True
             return found

@@ -89,13 +89,11 @@ class OuterLoop:
         self,
         manager: ObjectStoreManager,
         diloco: Any,
-        inner_optimizer: torch.optim.Optimizer,
         steps: int,
         save: Callable[[Path], None] | None,
     ) -> None:
         self._manager = manager
         self._diloco = diloco
-        self._inner_optimizer = inner_optimizer
         self._steps = steps
         self._save = save
 
@@ -223,7 +221,7 @@ def make_diloco_outer_loop(
             check_buffers=model.check_buffers,
         )
     )
-    return OuterLoop(manager, diloco, inner_optimizer, steps, save)
+    return OuterLoop(manager, diloco, steps, save)
 
 
 @dataclass(frozen=True)

@@ -235,9 +235,10 @@ class Replica:
 
     # ---- the end
 
-    async def vote(self) -> RunResult | list[Vote]:
-        """Vote for the final state and wait: for the result, or for the votes on which this replica is to write it."""
-        digest = await self.final_digest()
+    async def vote(self, digest: str) -> RunResult | list[Vote]:
+        """Vote for the final state, by :meth:`final_digest`, and wait: for the result, or for the votes on which this
+        replica is to write it.
+        """
         await ending.vote(self.context, digest)
         return await ending.await_result(self.context, digest)
 

@@ -331,7 +331,7 @@ class Process:
     async def _finish(self, replica: Replica) -> None:
         self.finishing = True
         digest = await self._call(replica.final_digest())
-        found = await self._call(replica.vote())
+        found = await self._call(replica.vote(digest))
         if isinstance(found, list):
             found = await self._call(ending.write_result(replica.context, digest, found, None, None))
         result = self.simulation.oracle.result
