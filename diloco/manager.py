@@ -330,7 +330,7 @@ class ObjectStoreManager:
         model.load_globals()
         self.progress.end_training()
         digest = self.presence.call(replica.final_digest())
-        self.progress.digest, self.progress.digest_round = digest, self.run.rounds
+        self.progress.final_digest = digest
         found = self.presence.call(replica.vote(digest))
         if not isinstance(found, list):
             self._finished = True
@@ -384,12 +384,13 @@ class ObjectStoreManager:
 
     def _start_digest(self, state: FragmentState) -> Awaitable[str]:
         future = self.presence.background.submit(asyncio.to_thread(state.digest))
-        future.add_done_callback(lambda done: self._note_digest(state, done))
+        round_ = state.last_round  # it moves on before a callback may run
+        future.add_done_callback(lambda done: self._note_digest(round_, done))
         return InBackground(future)
 
-    def _note_digest(self, state: FragmentState, done: Future[str]) -> None:
+    def _note_digest(self, round_: int, done: Future[str]) -> None:
         if not done.cancelled() and done.exception() is None:
-            self.progress.digest, self.progress.digest_round = done.result(), state.last_round
+            self.progress.note_applied(round_, done.result())
 
 
 def _log(turn: Turn, commit: Commit) -> None:

@@ -34,8 +34,10 @@ class Progress:
     loss: float | None = None
     tokens: int = 0
     rounds_applied: int = 0
-    digest: str | None = None
-    digest_round: int | None = None
+    applied: tuple[int, str] | None = None
+    """The round that was applied last, and the digest of its fragment after it."""
+    final_digest: str | None = None
+    """One digest of all fragments, at the end."""
     seconds_waiting: float = 0.0
     _counter: int = 0
     _waiting_since: float | None = None
@@ -78,9 +80,15 @@ class Progress:
         seconds = self.seconds_training + self.seconds_waiting
         return self.tokens / seconds if self.tokens and seconds > 0 else None
 
+    def note_applied(self, round_: int, digest: str) -> None:
+        """The digest of a fragment after a round; digests may come in another order than the rounds."""
+        if self.applied is None or self.applied[0] <= round_:
+            self.applied = (round_, digest)
+
     def beat(self, member: Member, waiting_for: list[str]) -> Beat:
         """The next beat."""
         self._counter += 1
+        digest_round, digest = self.applied or (None, None)
         waiting = self._waiting_since is not None and self.phase in {"training", "finishing"}
         return Beat(
             rank=member.rank,
@@ -94,8 +102,8 @@ class Progress:
             tokens_per_second=self.tokens_per_second,
             waiting_for=waiting_for if waiting else [],
             seconds_waiting=self.seconds_waiting,
-            digest=self.digest,
-            digest_round=self.digest_round,
+            digest=digest,
+            digest_round=digest_round,
         )
 
     def report(self, member: Member, stats: Stats, trainer: dict[str, Any]) -> ReplicaReport:
@@ -112,7 +120,7 @@ class Progress:
             bytes_up=stats.bytes_up,
             bytes_down=stats.bytes_down,
             requests=stats.requests,
-            digest=self.digest,
+            digest=self.final_digest,
             rounds_applied=self.rounds_applied,
             trainer=trainer,
         )

@@ -11,10 +11,12 @@ from torch import nn
 
 from diloco.exchange import layout
 from diloco.exchange.layout import Member
-from diloco.exchange.records import Beat, Evaluation, Header
+from diloco.exchange.records import Beat, Evaluation, Header, ReplicaReport
 from diloco.exchange.settings import ExchangeSettings
+from diloco.exchange.store import Stats
 from diloco.exchange.stores import MemoryStore
 from diloco.outer import make_diloco_outer_loop
+from diloco.progress import Progress
 from tests.support.replicas import FAST, all_well, run_replicas
 
 if TYPE_CHECKING:
@@ -160,3 +162,27 @@ def test_a_replica_that_catches_up_to_the_end_does_not_pass_it(uri: str) -> None
 
     assert all_well(run_replicas(uri, 2, trainer)) == [16, 16]
     assert all_well(run_replicas(uri, 2, trainer)) == [16, 16]
+
+
+def test_beats_tell_the_digest_of_the_last_round_and_reports_that_of_the_end(uri: str) -> None:
+    def trainer(manager: ObjectStoreManager, rank: int) -> str:
+        return train(manager, rank)[0]
+
+    results = all_well(run_replicas(uri, 2, trainer))
+    for rank in range(2):
+        report = ReplicaReport.from_json(objects(uri)[layout.result(Member(rank, 1))], "report")
+        beat = Beat.from_json(objects(uri)[layout.beat(Member(rank, 1))], "beat")
+        assert report.digest == results[rank]
+        assert beat.digest_round == 7
+        assert beat.digest not in {None, report.digest}
+
+
+def test_digests_that_come_late_do_not_hide_newer_ones() -> None:
+    progress = Progress()
+    for round_, digest in [(0, "a"), (2, "c"), (1, "b")]:
+        progress.note_applied(round_, digest)
+    beat = progress.beat(Member(0, 1), [])
+    assert (beat.digest_round, beat.digest) == (2, "c")
+    progress.final_digest = "all"
+    progress.note_applied(3, "d")
+    assert progress.report(Member(0, 1), Stats(), {}).digest == "all"
