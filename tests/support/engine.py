@@ -19,7 +19,7 @@ def path_with_engine() -> str:
 
 
 def require(*names: str) -> dict[str, Path]:
-    """Name → path of each binary. Skips the test when one is missing; under `DILOCO_REQUIRE_ALL=1` that is a failure."""
+    """Name → path of each binary. Skips the test when one is missing, which under `DILOCO_REQUIRE_ALL=1` fails it."""
     found = {name: shutil.which(name, path=path_with_engine()) for name in names}
     missing = [name for name, path in found.items() if path is None]
     if missing:
