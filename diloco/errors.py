@@ -78,6 +78,14 @@ class CorruptObjectError(DilocoError):
     """An object's bytes are not what its record says: refused, never averaged."""
 
 
+class CorruptRoundError(CorruptObjectError):
+    """A payload of a committed round is corrupt: the round can't be averaged any more."""
+
+    def __init__(self, message: str, round_: int) -> None:
+        super().__init__(message)
+        self.round = round_
+
+
 class FencedError(DilocoError):
     """A newer attempt of this rank has claimed its place."""
 

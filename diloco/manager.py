@@ -264,14 +264,16 @@ class ObjectStoreManager:
             model.load_globals()
             model.reset_inner()
             self._forget_work()
-        if turn.outcome is not None and replica.round % self.presence.settings.checkpoint_every == 0:
-            self._save(snapshot, model.copy_inner() if replica.round < self.run.rounds else {})
+        if turn.outcome is not None:
+            own = replica.round % self.presence.settings.checkpoint_every == 0 and replica.round < self.run.rounds
+            if own or snapshot is not None:
+                self._save(snapshot, model.copy_inner() if own else {})
 
     def _save(self, snapshot: Snapshot | None, state: dict[str, torch.Tensor]) -> None:
         """Write a checkpoint and this replica's own state in the background; one such writing at a time."""
         if self._writing is not None and not self._writing.done():
             logger.warning(
-                "round %d: the last checkpoint is still being written; this one is left out", self.run.rounds
+                "round %d: the last checkpoint is still being written; this one is left out", self._in_run().round
             )
             return
         self._writing = self.presence.background.watch(self._write(snapshot, state, self._in_run().round))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from diloco.errors import CorruptObjectError, DivergedError, ObjectMissingError
+from diloco.errors import CorruptObjectError, CorruptRoundError, DivergedError, ObjectMissingError
 from diloco.exchange import layout
 from diloco.exchange.clock import Timer
 from diloco.exchange.flat import Flat
@@ -26,7 +26,7 @@ from diloco.exchange.state import FragmentState
 from diloco.exchange.store import create_once, read_if_there
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from diloco.exchange.clock import Poll
     from diloco.exchange.context import Context
@@ -143,12 +143,11 @@ async def manifests(context: Context, *, newest_first: bool) -> list[Manifest]:
     return found
 
 
-async def newest_checkpoint(context: Context) -> Manifest | None:
-    """The newest confirmed checkpoint, or None."""
-    for manifest in await manifests(context, newest_first=True):
-        if await is_confirmed(context, manifest):
-            return manifest
-    return None
+async def confirmed(context: Context, *, newest_first: bool, beyond: int = -1) -> AsyncIterator[Manifest]:
+    """The checkpoints after round `beyond` that may be used."""
+    for manifest in await manifests(context, newest_first=newest_first):
+        if manifest.round > beyond and await is_confirmed(context, manifest):
+            yield manifest
 
 
 async def is_confirmed(context: Context, manifest: Manifest) -> bool:
@@ -175,13 +174,31 @@ async def is_confirmed(context: Context, manifest: Manifest) -> bool:
     return True
 
 
-async def load_newest(context: Context, states: Sequence[FragmentState]) -> int:
-    """Load the newest confirmed checkpoint into `states`; returns the round before which it was taken."""
-    manifest = await newest_checkpoint(context)
-    if manifest is None:
-        raise ObjectMissingError(f"{context.store.uri}/{layout.CHECKPOINTS}: no checkpoint that can be loaded")
-    await load_checkpoint(context, manifest, states)
-    return manifest.round
+async def load_newest(context: Context, states: Sequence[FragmentState], *, beyond: int = -1) -> int:
+    """Load the newest confirmed checkpoint into `states`, waiting for one after round `beyond`; returns the round
+    before which it was taken.
+
+    One with a corrupt part is named in the log, and the one before it is loaded.
+    """
+
+    async def look(_: Poll) -> int | None:
+        context.waiting_for = [f"a checkpoint beyond round {beyond}"]
+        corrupt: CorruptObjectError | None = None
+        async for manifest in confirmed(context, newest_first=True, beyond=beyond):
+            try:
+                await load_checkpoint(context, manifest, states)
+            except CorruptObjectError as problem:
+                logger.warning("%s: checkpoint %d is not used: %s", context.member, manifest.round, problem)
+                corrupt = corrupt or problem
+                continue
+            return manifest.round
+        if corrupt is not None:
+            raise corrupt
+        if beyond < 0:
+            raise ObjectMissingError(f"{context.store.uri}/{layout.CHECKPOINTS}: no checkpoint that can be loaded")
+        return None
+
+    return await context.wait_until(look, doing=f"catching up past round {beyond}, of which a payload is corrupt,")
 
 
 async def load_checkpoint(context: Context, manifest: Manifest, states: Sequence[FragmentState]) -> None:
@@ -288,7 +305,7 @@ async def committed_mean(
     context: Context, commit: Commit, layout_: str, out: Flat, own: tuple[layout.Member, bytearray] | None = None
 ) -> None:
     """The mean of a committed round. A payload that is gone raises ObjectMissingError; a corrupt one
-    CorruptObjectError.
+    CorruptRoundError.
     """
     for participant in commit.participants:
         reason = check_payload(
@@ -299,11 +316,15 @@ async def committed_mean(
             chunk_bytes=context.run.chunk_bytes,
         )
         if reason is not None:
-            raise CorruptObjectError(f"round {commit.round} was committed with {participant.member}, but {reason}")
+            raise CorruptRoundError(
+                f"round {commit.round} was committed with {participant.member}, but {reason}", commit.round
+            )
     try:
         await gather_mean(context.store, commit.round, commit.participants, own=own, out=out)
     except BadPayloadError as problem:
-        raise CorruptObjectError(
-            f"round {commit.round} was committed, but {problem.member}'s payload is corrupt now ({problem.reason}); "
-            "it is not averaged, and the run can't go on past it: start a new run"
+        raise CorruptRoundError(
+            f"round {commit.round} was committed, but {problem.member}'s payload is corrupt now ({problem.reason}): it "
+            "is not averaged. Who has not done so yet can only go on from a checkpoint beyond that round, which strict "
+            "never reaches: start a new run there",
+            commit.round,
         ) from problem

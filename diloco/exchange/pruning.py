@@ -24,9 +24,8 @@ _PART = re.compile(r"checkpoints/(\d{8})/\d{5}-\d{5}/")
 async def prune(context: Context) -> int | None:
     """Delete rounds and checkpoint parts below the older of the two newest confirmed checkpoints; returns its round."""
     confirmed = []
-    for manifest in await checkpoint.manifests(context, newest_first=True):
-        if await checkpoint.is_confirmed(context, manifest):
-            confirmed.append(manifest.round)
+    async for manifest in checkpoint.confirmed(context, newest_first=True):
+        confirmed.append(manifest.round)
         if len(confirmed) == 2:
             break
     if len(confirmed) < 2 or confirmed[1] == 0:

@@ -4,20 +4,22 @@ What is above (threads, torchft) calls it in this order: :meth:`Replica.enter`, 
 :meth:`exchange`, and :meth:`applied` once the outer step is done, at last :meth:`vote`. A simulation calls the same
 methods.
 
-A replica whose state is not what the others committed on (it diverged, or the data it needs was pruned) is *lost*: it
-applies nothing, and catches up from a confirmed checkpoint at the next :meth:`quorum`, where it abstains.
+A replica whose state is not what the others committed on (it diverged, or the data it needs was pruned or is corrupt)
+is *lost*: it applies nothing, and catches up from a confirmed checkpoint at the next :meth:`quorum`, where it abstains.
 """
 
 from __future__ import annotations
 
 import logging
+import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from diloco.errors import DivergedError, ObjectMissingError
+from diloco.errors import CorruptRoundError, DivergedError, ObjectMissingError
 from diloco.exchange import checkpoint, ending, membership, pruning, rounds
 from diloco.exchange.allreduce import Fragment, ObjectStoreAllReduce
 from diloco.exchange.context import Context
+from diloco.exchange.rota import Rota
 from diloco.exchange.state import whole_digest
 
 if TYPE_CHECKING:
@@ -84,7 +86,7 @@ class Replica:
         self._digest = digest
         self._digests: list[Awaitable[str]] = []
         self._allreduce = ObjectStoreAllReduce(context)
-        self._last_commit: Commit | None = None
+        self._rota = Rota(context.settings.checkpoint_every, context.run.rounds)
         self._lost = False
         self._reloaded = False
         """Whether the last catch-up began at a checkpoint, not at this replica's own state."""
@@ -100,13 +102,17 @@ class Replica:
         states: Sequence[FragmentState],
         step: OuterStep,
         digest: Callable[[FragmentState], Awaitable[str]],
+        *,
+        jitter: random.Random | None = None,
     ) -> Replica:
         """Agree on run.json and on the initial state, and catch up, before the first inner step.
 
-        Raises RunMismatchError when the run was made with other settings or another model.
+        `jitter` spreads polls; None: a seed of its own. Raises RunMismatchError when the run was made with other
+        settings or another model.
         """
         agreed = await membership.agree_on_run(store, run)
-        replica = cls(Context(store, clock, member, settings, agreed), states, step, digest)
+        context = Context(store, clock, member, settings, agreed, jitter or random.Random())
+        replica = cls(context, states, step, digest)
         await checkpoint.agree_on_initial(replica.context, states)
         await replica._catch_up(from_checkpoint=True)
         return replica
@@ -138,6 +144,7 @@ class Replica:
 
         Sets the turn's outcome, which stays None if this replica turns out to be lost.
         """
+        turn.outcome = None
         state = self.states[turn.fragment]
         base = await self._digests[turn.fragment]
         fragment = Fragment(turn.fragment, state.numel, state.layout, base)
@@ -149,12 +156,14 @@ class Replica:
             )
         try:
             turn.outcome = await self._allreduce.settle(turn.round, fragment, out)
-        except (DivergedError, ObjectMissingError) as problem:
+        except (CorruptRoundError, DivergedError, ObjectMissingError) as problem:
             self._lose(turn, problem)
 
-    def _lose(self, turn: Turn, problem: DivergedError | ObjectMissingError) -> None:
+    def _lose(self, turn: Turn, problem: CorruptRoundError | DivergedError | ObjectMissingError) -> None:
         if isinstance(problem, DivergedError) and turn.abstain is not None and self._reloaded:
             # It has just caught up from a checkpoint, and still differs: it would go on doing so.
+            raise problem
+        if isinstance(problem, CorruptRoundError) and self.context.run.policy == "strict":
             raise problem
         logger.warning("%s: round %d is not applied: %s", self.context.member, turn.round, problem)
         self._lost = True
@@ -173,22 +182,15 @@ class Replica:
             state.last_round = turn.round
             self._digests[turn.fragment] = self._digest(state)
         self.round = turn.round + 1
-        self._remember(commit)
+        if self._rota.writer(commit) != self.context.member:
+            return None
         return self._snapshot()
 
-    def _remember(self, commit: Commit, *, replayed: bool = False) -> None:
-        if replayed:
-            self._allreduce.note(commit)
-        if commit.participants:
-            self._last_commit = commit
+    def _replayed(self, commit: Commit) -> None:
+        self._allreduce.note(commit)
+        self._rota.writer(commit)
 
-    def _snapshot(self) -> checkpoint.Snapshot | None:
-        every, last = self.context.settings.checkpoint_every, self._last_commit
-        if self.round % every or self.round >= self.context.run.rounds or last is None:
-            return None
-        writer = last.participants[self.round // every % len(last.participants)]
-        if writer.member != self.context.member:
-            return None
+    def _snapshot(self) -> checkpoint.Snapshot:
         return checkpoint.Snapshot(self.round, [state.copy() for state in self.states], list(self._digests))
 
     async def write(self, snapshot: checkpoint.Snapshot) -> None:
@@ -201,22 +203,31 @@ class Replica:
         return await self._digests[fragment]
 
     async def _catch_up(self, *, from_checkpoint: bool) -> None:
-        """Bring :attr:`states` to the newest committed round. From its own state where the data is still there."""
-        restarts = 0
+        """Bring :attr:`states` to the newest committed round. From its own state where the data is still there.
+
+        If a round on the way is corrupt, those who averaged it in time will write a checkpoint beyond it: it waits for
+        that. Under `strict` none can come, since every round needs this replica.
+        """
+        restarts, beyond = 0, -1
         for digest in self._digests:
             await digest  # nobody may read the states while they change
         while True:
             try:
                 if from_checkpoint:
-                    self.round = await checkpoint.load_newest(self.context, self.states)
+                    self.round = await checkpoint.load_newest(self.context, self.states, beyond=beyond)
                 self.round = await checkpoint.replay(
                     self.context,
                     self.states,
                     self.round,
                     self._step,
-                    on_commit=lambda commit: self._remember(commit, replayed=True),
+                    on_commit=self._replayed,
                 )
                 break
+            except CorruptRoundError as problem:
+                if self.context.run.policy == "strict":
+                    raise
+                logger.warning("%s: %s", self.context.member, problem)
+                beyond = problem.round
             except ObjectMissingError as problem:
                 restarts += from_checkpoint
                 if restarts > MOST_RESTARTS:

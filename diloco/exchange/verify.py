@@ -92,9 +92,7 @@ async def verify(store: Store, clock: Clock) -> Verdict:
 
 
 async def _oldest_whole(context: Context) -> tuple[Manifest, list[FragmentState]]:
-    for manifest in await checkpoint.manifests(context, newest_first=False):
-        if not await checkpoint.is_confirmed(context, manifest):
-            continue
+    async for manifest in checkpoint.confirmed(context, newest_first=False):
         try:
             return manifest, await checkpoint.read_states(context, manifest)
         except ObjectMissingError:

@@ -215,13 +215,19 @@ MUTANTS = (
     Mutant(
         "pruning by an unconfirmed checkpoint",
         "only a confirmed checkpoint licenses deleting rounds",
-        (Edit(pruning, "prune", ("if await checkpoint.is_confirmed(context, manifest):", "if True:")),),
+        (
+            Edit(
+                pruning,
+                "prune",
+                ("async for manifest in checkpoint.confirmed(", "for manifest in await checkpoint.manifests("),
+            ),
+        ),
         "overtaken",
     ),
     Mutant(
         "an unconfirmed checkpoint is loaded",
         "only a confirmed checkpoint is loaded",
-        (Edit(checkpoint, "newest_checkpoint", ("if await is_confirmed(context, manifest):", "if True:")),),
+        (Edit(checkpoint, "confirmed", (" and await is_confirmed(context, manifest)", "")),),
         "wrong_writer",
     ),
     Mutant(
@@ -265,7 +271,7 @@ MUTANTS = (
     Mutant(
         "pruned data end the process",
         "a committed object that answers 404 was pruned: catch up",
-        (Edit(REPLICA, "exchange", ("except (DivergedError, ObjectMissingError)", "except DivergedError")),),
+        (Edit(REPLICA, "exchange", ("(CorruptRoundError, DivergedError, ObjectMissingError)", "DivergedError")),),
         "overtaken",
     ),
     Mutant(

@@ -259,7 +259,7 @@ class Process:
         )
         member, step = self._in_member(), OuterStep(LR, MOMENTUM)
         self.replica = await Replica.enter(
-            self.store, self.clock, member, self.settings, run, states, step, self._start_digest
+            self.store, self.clock, member, self.settings, run, states, step, self._start_digest, jitter=self.random
         )
         await inner.load(self.replica.context, self.replica.round)
         return self.replica
@@ -309,12 +309,13 @@ class Process:
         self.simulation.oracle.holds(self, replica.states, replica.round, "applied")
         if self.simulation.strikes("flip", self.rank, turn.round):
             self.simulation.flip_when_digested(self, replica.states[turn.fragment])
-        if replica.round % scenario.checkpoint_every == 0:
-            self._save(replica, snapshot)
+        own = replica.round % scenario.checkpoint_every == 0 and replica.round < scenario.rounds
+        if own or snapshot is not None:
+            self._save(replica, snapshot, own=own)
 
-    def _save(self, replica: Replica, snapshot: Snapshot | None) -> None:
+    def _save(self, replica: Replica, snapshot: Snapshot | None, *, own: bool) -> None:
         if self._writing is None or self._writing.done:
-            keep = self.simulation.scenario.inner and replica.round < self.simulation.scenario.rounds
+            keep = self.simulation.scenario.inner and own
             self._writing = self.spawn(self._write(replica, snapshot, replica.round if keep else None), "writing")
 
     async def _write(self, replica: Replica, snapshot: Snapshot | None, save_inner: int | None) -> None:

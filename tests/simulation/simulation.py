@@ -13,7 +13,6 @@ import traceback
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 
@@ -29,8 +28,6 @@ from diloco.errors import (
     StoreUnreachableError,
 )
 from diloco.exchange import codec, layout
-from diloco.exchange import replica as replica_module
-from diloco.exchange.context import Context
 from diloco.exchange.stores import MemoryStore
 from diloco.supervisor import Backoff, Supervisor
 from tests.simulation.oracle import Oracle, Violation, require
@@ -329,19 +326,12 @@ class Simulation(World):
 
 @contextmanager
 def repeatable() -> Iterator[None]:
-    """The one chance that the product does not take from outside, the jitter of polls, comes from the process's seed;
-    and nothing is logged.
-    """
-
-    def seeded(store: Any, clock: Any, member: Any, settings: Any, run: Any) -> Context:
-        return Context(store, clock, member, settings, run, store._jitter)
-
+    """One thread, and nothing is logged."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     try:
-        with mock.patch.object(replica_module, "Context", seeded):
-            yield
+        yield
     finally:
         logging.disable(before)
 

@@ -58,8 +58,11 @@ class Members:
         return self.world.complete(checkpoint.write_checkpoint(self.member(rank), round_, found))[0]
 
     def newest(self) -> int | None:
-        [found] = self.world.complete(checkpoint.newest_checkpoint(self.member(0)))
-        return None if found is None else found.round
+        async def rounds() -> list[int]:
+            return [manifest.round async for manifest in checkpoint.confirmed(self.member(0), newest_first=True)]
+
+        [found] = self.world.complete(rounds())
+        return found[0] if found else None
 
     def commit(self, round_: int, base: str, participants: list[Participant] | None = None) -> None:
         record = Commit(
