@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from diloco.errors import ConfigurationError
+from diloco.errors import ConfigurationError, CorruptRoundError
 from diloco.exchange import checkpoint, inner, layout, pruning, verify
 from diloco.exchange.grace import LEAST, MOST, Grace
 from diloco.exchange.layout import Member
@@ -32,9 +32,9 @@ def state(seed: int) -> FragmentState:
 class Run:
     """A whole run of three replicas, as short as can be, driven as the manager drives it."""
 
-    def __init__(self, rounds: int = 12, every: int = 2, seed: int = 0) -> None:
+    def __init__(self, rounds: int = 12, every: int = 2, seed: int = 0, **run: Any) -> None:
         self.world, self.store = World(seed), MemoryStore()
-        self.record = run_record(rounds=rounds, world_size=WORLD_SIZE, min_replicas=2)
+        self.record = run_record(rounds=rounds, world_size=WORLD_SIZE, min_replicas=2, **run)
         self.every = every
         self.step = OuterStep(self.record.outer_lr, self.record.outer_momentum, self.record.nesterov)
 
@@ -153,6 +153,49 @@ def test_a_copy_that_is_not_what_was_applied_is_no_checkpoint() -> None:
     with pytest.raises(Exception, match="is not what was applied"):
         run.world.complete(replica.write(snapshot))
     assert layout.manifest(3) not in run.store._objects
+
+
+def spoil(store: MemoryStore, key: str) -> None:
+    data = bytearray(store._objects[key])
+    data[-1] ^= 1
+    store._objects[key] = bytes(data)
+
+
+def test_who_could_not_average_a_round_in_time_goes_on_from_a_checkpoint_beyond_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A payload of round 5 is spoilt once ranks 0 and 1 have averaged it; rank 2 comes after that."""
+    run = Run(rounds=14, every=4, policy="skip")
+
+    async def late() -> Replica:
+        while layout.commit(6) not in run.store._objects:
+            await run.world.sleep(0.1)
+        spoil(run.store, layout.payload(5, Member(1, 1)))
+        return await run.replica(2, 14)
+
+    replicas = run.world.complete(run.replica(0, 14), run.replica(1, 14), late())
+    assert len({run.world.complete(replica.final_digest())[0] for replica in replicas}) == 1
+    assert "round 5 was committed, but rank 1 (attempt 1)'s payload is corrupt now" in caplog.text
+
+
+def test_a_strict_run_ends_at_once_where_a_committed_payload_is_spoilt() -> None:
+    run = Run(rounds=12, every=2, policy="strict")
+    run.go(until=5)
+    spoil(run.store, layout.payload(4, Member(1, 1)))
+    began = run.world.monotonic()
+    with pytest.raises(CorruptRoundError, match=r"round 4 was committed, but rank 1 .* start a new run"):
+        run.world.complete(run.replica(2, 6, attempt=2))
+    assert run.world.monotonic() - began < 10
+
+
+def test_a_checkpoint_with_a_spoilt_part_falls_back_to_the_one_before(caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(rounds=12, every=2)
+    [before, *_] = run.go(until=9)
+    [part] = [key for key in run.store._objects if key.startswith("checkpoints/00000008/") and "manifest" not in key]
+    spoil(run.store, part)
+    [again] = run.world.complete(run.replica(1, 9, attempt=2))
+    assert len(set(run.world.complete(again.final_digest(), before.final_digest()))) == 1
+    assert "checkpoint 8 is not used" in caplog.text
 
 
 def test_a_replicas_own_state_is_found_by_its_next_attempt() -> None:
