@@ -33,7 +33,8 @@ async def prune(context: Context) -> int | None:
     if await _is_ending(context):
         return None
     oldest = confirmed[1]
-    for prefix, pattern in ((layout.ROUNDS, _ROUND), (layout.CHECKPOINTS, _PART)):
+    # Parts first: this process may end in between, and a checkpoint that looks whole must be one to replay from.
+    for prefix, pattern in ((layout.CHECKPOINTS, _PART), (layout.ROUNDS, _ROUND)):
         entries = await context.store.list(prefix)
         found = [(pattern.match(entry.key), entry.key) for entry in entries]
         await context.store.delete(key for match, key in found if match is not None and int(match[1]) < oldest)
