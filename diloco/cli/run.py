@@ -1,7 +1,4 @@
-"""The command line. Standard output carries the result; errors are one line on standard error, never a traceback.
-
-Exit codes: 0 the run succeeded, 1 it failed, 2 wrong usage or configuration, 128 + n stopped by signal n (130: Ctrl-C).
-"""
+"""`run`: train one model by N replicas."""
 
 from __future__ import annotations
 
@@ -20,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from diloco.errors import ConfigurationError, DilocoError, ExitCode, StoreError
-from diloco.executors.local import ERROR_PREFIX
+from diloco.cli.app import FAILED, app, exit_code
+from diloco.errors import ConfigurationError, DilocoError, ExitCode
 from diloco.signals import Interrupted, Signals
 
 if TYPE_CHECKING:
@@ -31,13 +28,6 @@ if TYPE_CHECKING:
     from diloco.local_run import RunFolder
     from diloco.report import RunReport
     from diloco.spec import RunSettings
-
-FAILED = 1
-USAGE = 2
-
-app = typer.Typer(
-    name="diloco", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True
-)
 
 
 class Policy(StrEnum):
@@ -52,11 +42,6 @@ class Codec(StrEnum):
 
     fp32 = "fp32"
     bf16 = "bf16"
-
-
-@app.callback()
-def commands() -> None:
-    """Decoupled DiLoCo: train one model by replicas that share nothing but an object store."""
 
 
 @app.command()
@@ -243,7 +228,7 @@ class _LocalLaunch:
             except Interrupted as stopped:
                 return self._interrupted(stopped)
             except DilocoError as problem:
-                if _exit_code(problem) == FAILED and self._as_json:
+                if exit_code(problem) == FAILED and self._as_json:
                     self._print_document(self._failed(str(problem)))
                 raise
         self._print(report)
@@ -350,26 +335,6 @@ class _LocalLaunch:
         self._console.print(text, markup=False, soft_wrap=True)
 
 
-@app.command()
-def verify(
-    uri: Annotated[str, typer.Argument(metavar="RENDEZVOUS_URI", help="The run's own prefix, with its id.")],
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")] = False,
-    endpoint_url: Annotated[str | None, typer.Option(help="S3 endpoint; default: AWS's, or AWS_ENDPOINT_URL.")] = None,
-) -> int:
-    """Replay a run and say whether every replica held the same bits at every round. Exit code 1: they did not."""
-    from diloco.embedded import environment
-    from diloco.verify import verify_run
-
-    with environment({} if endpoint_url is None else {"AWS_ENDPOINT_URL_S3": endpoint_url}):
-        verdict, lines = asyncio.run(verify_run(uri))
-    if as_json:
-        sys.stdout.write(json.dumps(verdict, indent=1) + "\n")
-    console = Console(stderr=as_json, highlight=False)
-    for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
-    return 0 if verdict["same"] else FAILED
-
-
 def resume_command(run_id: str, argv: Sequence[str] | None = None) -> str:
     """Return the command that resumes the present one, as it can be pasted into a shell."""
     words = list(sys.argv if argv is None else argv)
@@ -383,28 +348,3 @@ def resume_command(run_id: str, argv: Sequence[str] | None = None) -> str:
 def _shown(path: Path) -> str:
     """A path as the user would type it."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
-    try:
-        code = app(args=None if arguments is None else list(arguments), standalone_mode=False)
-    except typer.TyperException as problem:
-        if type(problem).__name__ == "NoArgsIsHelpError":
-            sys.stderr.write(f"{problem.format_message()}\n")
-            return USAGE
-        return _fail(f"{problem.format_message()} (see --help)", USAGE)
-    except DilocoError as problem:
-        return _fail(str(problem), _exit_code(problem))
-    except (KeyboardInterrupt, typer.Abort):
-        return 128 + signal.SIGINT
-    return int(code or 0)
-
-
-def _exit_code(problem: DilocoError) -> int:
-    return USAGE if isinstance(problem, ConfigurationError | StoreError) else FAILED
-
-
-def _fail(message: str, code: int) -> int:
-    sys.stderr.write(f"{ERROR_PREFIX}{' '.join(message.split())}\n")
-    return code

@@ -1,0 +1,12 @@
+"""The command line. Standard output carries the result; errors are one line on standard error, never a traceback.
+
+Exit codes: 0 the run succeeded, 1 it failed, 2 wrong usage or configuration, 128 + n stopped by signal n (130: Ctrl-C).
+"""
+
+from __future__ import annotations
+
+from diloco.cli import run, verify
+from diloco.cli.app import app, main
+from diloco.cli.run import resume_command
+
+__all__ = ["app", "main", "resume_command", "run", "verify"]
