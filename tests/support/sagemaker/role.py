@@ -1,0 +1,126 @@
+"""The execution role, as the service uses it: its trust is checked, and its permissions are those that it has.
+
+MiniStack refuses AssumeRole on a trust with `aws:SourceArn`, which the service's own call would satisfy. So the trust
+is evaluated here, and a twin with the same permission policies, trusted by the account, is assumed in the role's place.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import TYPE_CHECKING, Any
+
+from botocore.exceptions import ClientError
+
+from tests.support.sagemaker.errors import ApiError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SERVICE = "sagemaker.amazonaws.com"
+SESSION = "SageMaker"
+
+
+class Roles:
+    """Twins of execution roles. `client` makes a boto3 client of the emulator's root."""
+
+    def __init__(self, client: Callable[[str], Any], account: str, region: str) -> None:
+        self._client = client
+        self._account = account
+        self._region = region
+        self._lock = threading.Lock()
+
+    def check_trust(self, role_arn: str, job_arn: str) -> None:
+        """Raise the service's error unless the role trusts it for this job, conditions included."""
+        from ministack.core.iam_evaluator import (  # type: ignore[import-untyped]
+            EvalContext,
+            evaluate_trust_policy,
+        )
+
+        refused = ApiError(
+            "ValidationException",
+            f"Could not assume role {role_arn}. Please ensure that the role exists and allows principal"
+            f" '{SERVICE}' to assume the role.",
+        )
+        try:
+            role = self._client("iam").get_role(RoleName=role_name(role_arn))["Role"]
+        except ClientError:
+            raise refused from None
+        trust = _document(role["AssumeRolePolicyDocument"])
+        context = EvalContext(
+            principal_arn=SERVICE,
+            principal_type="Service",
+            principal_account=self._account,
+            action="sts:AssumeRole",
+            resource_arn=role_arn,
+            region=self._region,
+            service_context={"aws:sourcearn": job_arn, "aws:sourceaccount": self._account},
+        )
+        if role["Arn"] != role_arn or not _trusts(trust, context, evaluate_trust_policy):
+            raise refused
+
+    def credentials(self, role_arn: str) -> dict[str, str]:
+        """Fresh credentials with the role's present permissions, as STS returns them."""
+        with self._lock:
+            twin = self._twin(role_name(role_arn))
+        answer = self._client("sts").assume_role(RoleArn=twin, RoleSessionName=SESSION, DurationSeconds=3600)
+        credentials: dict[str, str] = answer["Credentials"]
+        return credentials
+
+    def _twin(self, name: str) -> str:
+        """Make or renew the twin of a role; returns its ARN."""
+        iam = self._client("iam")
+        trust = {
+            "Version": "2012-10-17",
+            "Statement": {
+                "Effect": "Allow",
+                "Action": "sts:AssumeRole",
+                "Principal": {"AWS": f"arn:aws:iam::{self._account}:root"},
+            },
+        }
+        twin = f"{name[:50]}-standin-twin"
+        try:
+            arn = iam.get_role(RoleName=twin)["Role"]["Arn"]
+        except ClientError:
+            arn = iam.create_role(RoleName=twin, AssumeRolePolicyDocument=json.dumps(trust))["Role"]["Arn"]
+        for policy in iam.list_role_policies(RoleName=twin)["PolicyNames"]:
+            iam.delete_role_policy(RoleName=twin, PolicyName=policy)
+        for policy in iam.list_role_policies(RoleName=name)["PolicyNames"]:
+            document = _document(iam.get_role_policy(RoleName=name, PolicyName=policy)["PolicyDocument"])
+            iam.put_role_policy(RoleName=twin, PolicyName=policy, PolicyDocument=json.dumps(document))
+        wanted = _attached(iam, name)
+        present = _attached(iam, twin)
+        for policy in present - wanted:
+            iam.detach_role_policy(RoleName=twin, PolicyArn=policy)
+        for policy in wanted - present:
+            iam.attach_role_policy(RoleName=twin, PolicyArn=policy)
+        return str(arn)
+
+
+def role_name(arn: str) -> str:
+    """The last part of a role's ARN, without its path."""
+    return arn.rsplit("/", 1)[-1]
+
+
+def _attached(iam: Any, role: str) -> set[str]:
+    return {each["PolicyArn"] for each in iam.list_attached_role_policies(RoleName=role)["AttachedPolicies"]}
+
+
+def _document(policy: Any) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(policy) if isinstance(policy, str) else policy
+    return document
+
+
+def _trusts(trust: dict[str, Any], context: Any, evaluate: Callable[..., bool]) -> bool:
+    """Whether a trust policy lets the service in. The evaluator compares callers' ARNs, so statements that name the
+    service are handed to it with the principal that it reads as anyone.
+    """
+    statements = trust["Statement"] if isinstance(trust["Statement"], list) else [trust["Statement"]]
+    mine = []
+    for statement in statements:
+        principal = statement.get("Principal", {})
+        services = principal.get("Service", []) if isinstance(principal, dict) else []
+        services = [services] if isinstance(services, str) else services
+        if principal == "*" or SERVICE in services:
+            mine.append({**statement, "Principal": "*"})
+    return evaluate({"Statement": mine}, context.principal_arn, context)

@@ -1,0 +1,419 @@
+"""The operations: CreateTrainingJob, DescribeTrainingJob, StopTrainingJob, and what else a launcher calls."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import ClientError
+
+from tests.support.sagemaker import rules, shapes
+from tests.support.sagemaker.errors import ApiError, not_found
+from tests.support.sagemaker.faults import Faults
+from tests.support.sagemaker.jobs import TERMINAL, Job
+from tests.support.sagemaker.role import Roles, role_name
+from tests.support.sagemaker.runner import JobRunner, split
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tests.support.sagemaker.callers import Callers
+
+_ECR = re.compile(r"(?P<account>\d{12})\.dkr\.ecr\.(?P<region>[a-z0-9-]+)\.amazonaws\.com/(?P<name>[^:@]+)(?P<tag>.*)")
+_ROOT = Path(__file__).resolve().parents[3]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds; the service's own figures are in the comments."""
+
+    starting: float = 0.1
+    """A cold start takes 3 to 5 minutes."""
+    warm_start: float = 0.02
+    stop_grace: float = 6.0
+    """120 s between SIGTERM and SIGKILL."""
+    keep_alive_factor: float = 1.0
+    """Real seconds for each second of a warm pool."""
+
+
+@dataclass
+class Emulator:
+    """Where the rest of AWS is: S3, IAM, STS, Logs, ECR."""
+
+    endpoint_url: str
+    region: str = "us-east-1"
+    account: str = "123456789012"
+    ca_bundle: str | None = None
+    """Certificate of an endpoint that is https."""
+    access_key: str = "test"
+    secret_key: str = "test"  # noqa: S105 - MiniStack's root
+
+    def client(self, service: str, credentials: Mapping[str, str] | None = None) -> Any:
+        """A boto3 client, of the root unless credentials are given."""
+        given = credentials or {"AccessKeyId": self.access_key, "SecretAccessKey": self.secret_key}
+        session: Any = boto3.session.Session(
+            aws_access_key_id=given["AccessKeyId"],
+            aws_secret_access_key=given["SecretAccessKey"],
+            aws_session_token=given.get("SessionToken"),
+            region_name=self.region,
+        )
+        config = Config(s3={"addressing_style": "path"}, proxies={}, retries={"total_max_attempts": 2})
+        return session.client(service, endpoint_url=self.endpoint_url, verify=self.ca_bundle, config=config)
+
+
+@dataclass
+class Service:
+    """All training jobs of an account. `folder` holds the jobs' files."""
+
+    folder: Path
+    emulator: Emulator | None = None
+    """None: jobs do not run."""
+    callers: Callers | None = None
+    """None: any caller may do anything."""
+    timing: Timing = field(default_factory=Timing)
+    faults: Faults = field(default_factory=Faults)
+    region: str = "us-east-1"
+    account: str = "123456789012"
+    container_env: dict[str, str] = field(default_factory=dict)
+    """What an image and its network would give a container: PYTHONPATH, an emulator's endpoint, …"""
+    image_entrypoint: tuple[str, ...] = ("/usr/local/bin/diloco-replica",)
+    """The image's ENTRYPOINT; `container/start` has that name in a container."""
+    url: str = ""
+    problems: list[str] = field(default_factory=list)
+    """What went wrong without a job's status showing it, such as logs that could not be written."""
+    history: list[tuple[str, str]] = field(default_factory=list)
+    """Every accepted call: operation and job's name."""
+    tokens: dict[str, Job] = field(default_factory=dict)
+    """Each job's own authorisation for its role's credentials."""
+    _jobs: dict[str, Job] = field(default_factory=dict)
+    _threads: list[threading.Thread] = field(default_factory=list)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _roles: Roles | None = None
+
+    def __post_init__(self) -> None:
+        if self.emulator is not None:
+            self.region, self.account = self.emulator.region, self.emulator.account
+            self._roles = Roles(self.emulator.client, self.account, self.region)
+
+    # What the API offers.
+
+    def call(self, operation: str, request: dict[str, Any], access_key: str) -> dict[str, Any]:
+        """Carry out a call; raises ApiError."""
+        handler = getattr(self, f"_{re.sub('(?<!^)(?=[A-Z])', '_', operation).lower()}", None)
+        if handler is None:
+            raise ApiError("UnknownOperationException", f"this stand-in has no {operation}")
+        self.faults.throttle(operation)
+        shapes.check(operation, request)
+        self._authorise(operation, request, access_key)
+        answer: dict[str, Any] = handler(request)
+        self.history.append((operation, request.get("TrainingJobName", "")))
+        return answer
+
+    def _create_training_job(self, request: dict[str, Any]) -> dict[str, Any]:
+        rules.check_create(request)
+        name = request["TrainingJobName"]
+        self.faults.refuse(name)
+        arn = self.job_arn(name)
+        with self._lock:
+            if name in self._jobs:
+                raise ApiError("ResourceInUse", f"Training job names must be unique within an AWS account: {name}")
+        self._check_resources(request, arn)
+        tags = {tag["Key"]: tag["Value"] for tag in request.get("Tags", ())}
+        with self._lock:
+            if name in self._jobs:
+                raise ApiError("ResourceInUse", f"Training job names must be unique within an AWS account: {name}")
+            job = Job(request, arn, tags, self.folder / name)
+            self._check_quota(job)
+            self._jobs[name] = job
+            self.tokens[secrets.token_hex(16)] = job
+        if self.emulator is None:
+            job.enter("InProgress", "Training", "Training in progress")
+        else:
+            job.folder.mkdir(parents=True)
+            self._lay_image(job.folder / "bin")
+            thread = threading.Thread(target=JobRunner(self, job).run, name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        return {"TrainingJobArn": arn}
+
+    def _describe_training_job(self, request: dict[str, Any]) -> dict[str, Any]:
+        job = self._find(request)
+        self._expire(job)
+        return job.describe()
+
+    def _stop_training_job(self, request: dict[str, Any]) -> dict[str, Any]:
+        job = self._find(request)
+        with job.lock:
+            if job.terminal:
+                raise ApiError(
+                    "ValidationException",
+                    f"The request was rejected because the training job is in status {job.status}.",
+                )
+            job.stop_asked = True
+            job.enter("Stopping", "Stopping", "Stopping the training job")
+            if self.emulator is None:
+                job.enter("Stopped", "Stopped", "Training job stopped")
+        job.changed.set()
+        return {}
+
+    def _update_training_job(self, request: dict[str, Any]) -> dict[str, Any]:
+        job = self._find(request)
+        seconds = request.get("ResourceConfig", {}).get("KeepAlivePeriodInSeconds")
+        self._expire(job)
+        if seconds is not None:
+            with job.lock:
+                if job.warm_pool is None or job.warm_pool["Status"] != "Available":
+                    raise ApiError(
+                        "ValidationException",
+                        "KeepAlivePeriodInSeconds can only be updated while the warm pool's status is Available.",
+                    )
+                job.request["ResourceConfig"]["KeepAlivePeriodInSeconds"] = seconds
+                job.warm_until = time.monotonic() + seconds * self.timing.keep_alive_factor
+            self._expire(job)
+        return {"TrainingJobArn": job.arn}
+
+    def _delete_training_job(self, request: dict[str, Any]) -> dict[str, Any]:
+        job = self._find(request)
+        self._expire(job)
+        with self._lock:
+            warm = job.warm_pool is not None and job.warm_pool["Status"] == "Available"
+            if not job.terminal or warm:
+                raise ApiError("ResourceInUse", f"Training job {job.name} is in use and can't be deleted.")
+            del self._jobs[job.name]
+        return {}
+
+    def _list_training_jobs(self, request: dict[str, Any]) -> dict[str, Any]:
+        with self._lock:
+            jobs = sorted(self._jobs.values(), key=lambda job: (job.created, job.name))
+        if request.get("SortOrder", "Descending") == "Descending":
+            jobs.reverse()
+        part = request.get("NameContains", "")
+        jobs = [job for job in jobs if part in job.name]
+        start = int(request.get("NextToken", "0"))
+        size = request.get("MaxResults", 10)
+        page = jobs[start : start + size]
+        # As documented: the page is cut first, then filtered by status.
+        status = request.get("StatusEquals")
+        shown = [job for job in page if status in (None, job.status)]
+        for job in shown:
+            self._expire(job)
+        warm = request.get("WarmPoolStatusEquals")
+        shown = [job for job in shown if warm is None or (job.warm_pool or {}).get("Status") == warm]
+        answer: dict[str, Any] = {"TrainingJobSummaries": [job.summary() for job in shown]}
+        if start + size < len(jobs):
+            answer["NextToken"] = str(start + size)
+        return answer
+
+    def _list_tags(self, request: dict[str, Any]) -> dict[str, Any]:
+        job = self._by_arn(request["ResourceArn"])
+        return {"Tags": [{"Key": key, "Value": value} for key, value in job.tags.items()]}
+
+    def _add_tags(self, request: dict[str, Any]) -> dict[str, Any]:
+        job = self._by_arn(request["ResourceArn"])
+        changed = job.tags | {tag["Key"]: tag["Value"] for tag in request["Tags"]}
+        if len(changed) > 50:
+            raise ApiError("ResourceLimitExceeded", "A resource can have at most 50 tags.")
+        job.tags = changed
+        return self._list_tags(request)
+
+    # What tests do.
+
+    @property
+    def jobs(self) -> list[Job]:
+        """All jobs, in the order of their creation."""
+        with self._lock:
+            return sorted(self._jobs.values(), key=lambda job: job.created)
+
+    def job(self, name: str) -> Job:
+        """The job of that name."""
+        return self._jobs[name]
+
+    def interrupt(self, job: Job, kind: str = "spot") -> None:
+        """Take a running job's instance away: `spot` for an interruption, `internal` for an error of the service."""
+        if kind == "spot" and not job.spot:
+            raise ValueError(f"{job.name} is no spot job")
+        job.interruption = kind
+        job.changed.set()
+
+    def close(self) -> None:
+        """Stop all jobs and return once nothing of them runs."""
+        for job in self.jobs:
+            job.stop_asked = True
+            job.changed.set()
+        for thread in self._threads:
+            thread.join(self.timing.stop_grace + 20)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    # What running jobs need.
+
+    def note(self, problem: str) -> None:
+        """Remember what went wrong."""
+        self.problems.append(problem)
+
+    def as_role(self, role_arn: str, service: str) -> Any:
+        """A boto3 client with the permissions of an execution role."""
+        if self.emulator is None or self._roles is None:
+            raise RuntimeError("jobs do not run without an emulator")
+        return self.emulator.client(service, self._roles.credentials(role_arn))
+
+    def role_credentials(self, job: Job) -> dict[str, str]:
+        """Credentials of a job's role, as the container's endpoint hands them out."""
+        if self._roles is None:
+            raise RuntimeError("jobs do not run without an emulator")
+        return self._roles.credentials(job.request["RoleArn"])
+
+    def environment(self, job: Job) -> dict[str, str]:
+        """What a container's process sees: nothing of this process's own environment but where programs are."""
+        token = next(token for token, owner in self.tokens.items() if owner is job)
+        return {
+            "PATH": os.pathsep.join((str(Path(sys.executable).parent), "/usr/local/bin", "/usr/bin", "/bin")),
+            "HOME": "/root",
+            "LANG": "C.UTF-8",
+            "PYTHONUNBUFFERED": "1",
+            **self.container_env,
+            **job.request.get("Environment", {}),
+            "AWS_REGION": self.region,
+            "TRAINING_JOB_NAME": job.name,
+            "TRAINING_JOB_ARN": job.arn,
+            "AWS_CONTAINER_CREDENTIALS_FULL_URI": f"{self.url}/credentials",
+            "AWS_CONTAINER_AUTHORIZATION_TOKEN": token,
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+
+    def pull_image(self, request: Mapping[str, Any]) -> None:
+        """Do as the execution role what a pull does at ECR; raises ClientError."""
+        found = _ECR.fullmatch(request["AlgorithmSpecification"].get("TrainingImage", ""))
+        if found is None:
+            return
+        ecr = self.as_role(request["RoleArn"], "ecr")
+        ecr.get_authorization_token()
+        tag = found["tag"]
+        image = {"imageDigest": tag[1:]} if tag.startswith("@") else {"imageTag": tag[1:] or "latest"}
+        answer = ecr.batch_get_image(registryId=found["account"], repositoryName=found["name"], imageIds=[image])
+        if not answer["images"]:
+            raise ClientError({"Error": {"Code": "ImageNotFound", "Message": found.string}}, "BatchGetImage")
+        layers = re.findall(r'"digest"\s*:\s*"(sha256:[0-9a-f]{64})"', answer["images"][0]["imageManifest"])
+        for layer in layers[-1:]:
+            ecr.get_download_url_for_layer(registryId=found["account"], repositoryName=found["name"], layerDigest=layer)
+
+    def take_warm_pool(self, job: Job) -> bool:
+        """Whether a kept instance takes the job."""
+        with self._lock:
+            for other in self.jobs:
+                self._expire(other)
+                pool = other.warm_pool
+                if other is not job and pool is not None and pool["Status"] == "Available" and other.fits(job):
+                    pool |= {"Status": "Reused", "ReusedByJob": job.name}
+                    if job.keep_alive:
+                        job.warm_pool = {"Status": "InUse"}
+                    return True
+        return False
+
+    def keep_warm(self, job: Job) -> None:
+        """Keep a job's instance, if it asks for that and the quota has room; else silently nothing."""
+        quota = self.faults.quotas.get(f"{job.instance_type} for training warm pool usage", 0)
+        with self._lock:
+            kept = sum(
+                (other.warm_pool or {}).get("Status") == "Available" and other.instance_type == job.instance_type
+                for other in self.jobs
+            )
+            job.warm_pool = None
+            if job.keep_alive and kept < quota:
+                job.warm_pool = {"Status": "Available", "ResourceRetainedBillableTimeInSeconds": 0}
+                job.warm_until = time.monotonic() + job.keep_alive * self.timing.keep_alive_factor
+
+    def ended(self, job: Job) -> None:
+        """A job's thread is done."""
+        if not job.terminal:
+            job.failure = "InternalServerError: the stand-in itself failed"
+            job.enter("Failed", "Failed", "Training job failed")
+
+    def job_arn(self, name: str) -> str:
+        """A job's ARN."""
+        return f"arn:aws:sagemaker:{self.region}:{self.account}:training-job/{name.lower()}"
+
+    def _lay_image(self, folder: Path) -> None:
+        """Make what a container finds in /usr/local/bin: the image's own start script."""
+        folder.mkdir()
+        shutil.copy(_ROOT / "container" / "start", folder / "diloco-replica")
+        (folder / "diloco-replica").chmod(0o755)
+
+    def _find(self, request: Mapping[str, Any]) -> Job:
+        with self._lock:
+            job = self._jobs.get(request["TrainingJobName"])
+        if job is None:
+            raise not_found()
+        return job
+
+    def _by_arn(self, arn: str) -> Job:
+        for job in self.jobs:
+            if job.arn == arn:
+                return job
+        raise not_found()
+
+    def _expire(self, job: Job) -> None:
+        with job.lock:
+            pool = job.warm_pool
+            if pool is not None and pool["Status"] == "Available" and time.monotonic() >= job.warm_until:
+                pool["Status"] = "Terminated"
+
+    def _check_quota(self, job: Job) -> None:
+        kind = "spot training job usage" if job.spot else "training job usage"
+        for instance_type in job.candidates[:1]:
+            name = f"{instance_type} for {kind}"
+            most = self.faults.quotas.get(name)
+            used = sum(
+                other.status not in TERMINAL and other.spot == job.spot and other.instance_type == instance_type
+                for other in self._jobs.values()
+            )
+            if most is not None and used + 1 > most:
+                raise ApiError(
+                    "ResourceLimitExceeded",
+                    f"The account-level service limit '{name}' is {most} Instances, with current utilization of {used}"
+                    " Instances and a request delta of 1 Instances. Please use AWS Service Quotas to request an"
+                    " increase for this quota. If AWS Service Quotas is not available, contact AWS support to request"
+                    " an increase for this quota.",
+                )
+
+    def _check_resources(self, request: dict[str, Any], arn: str) -> None:
+        """What the service looks at before it accepts a job: trust, output bucket, image."""
+        if self._roles is None:
+            return
+        role = request["RoleArn"]
+        self._roles.check_trust(role, arn)
+        bucket, prefix = split(request["OutputDataConfig"]["S3OutputPath"])
+        try:
+            self.as_role(role, "s3").list_objects_v2(Bucket=bucket, Prefix=f"{prefix.rstrip('/')}/", MaxKeys=1)
+        except ClientError as problem:
+            what = "Access denied to" if problem.response["Error"]["Code"] == "AccessDenied" else "No such"
+            raise ApiError("ValidationException", f"{what} OutputDataConfig S3 bucket: {bucket}") from None
+        try:
+            self.pull_image(request)
+        except ClientError as problem:
+            image = request["AlgorithmSpecification"]["TrainingImage"]
+            denied = problem.response["Error"]["Code"] in ("AccessDenied", "AccessDeniedException")
+            what = "Access denied for" if denied else "Cannot find"
+            raise ApiError(
+                "ValidationException",
+                f"{what} repository: {image}. Please check if your role {role_name(role)} is right.",
+            ) from None
+
+    def _authorise(self, operation: str, request: dict[str, Any], access_key: str) -> None:
+        if self.callers is None:
+            return
+        resource = "*"
+        if "TrainingJobName" in request:
+            resource = self.job_arn(request["TrainingJobName"])
+        elif "ResourceArn" in request:
+            resource = request["ResourceArn"]
+        self.callers.check(access_key, operation, resource, request)
