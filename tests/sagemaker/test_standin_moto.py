@@ -1,4 +1,4 @@
-"""moto's SageMaker as a second opinion: it answers Create, Describe and List for the same request as the stand-in does."""
+"""moto's SageMaker as a second opinion: it answers Create, Describe and List as the stand-in does."""
 
 from __future__ import annotations
 
