@@ -37,9 +37,7 @@ def local_base(buildah: Buildah, *, torch: bool = True) -> str:
     Raises ImageError if debootstrap or buildah fails.
     """
     name = f"localhost/diloco-test-base:{_key(torch=torch)}"
-    if name.removeprefix("localhost/") in buildah("images", "--format", "{{.Name}}:{{.Tag}}").stdout.replace(
-        "localhost/", ""
-    ):
+    if name in buildah("images", "--format", "{{.Name}}:{{.Tag}}").stdout.split():
         return name
     with tempfile.TemporaryDirectory(prefix="base-", dir=buildah.storage) as folder:
         root = Path(folder) / "root"
@@ -112,13 +110,13 @@ def _packages(prefix: Path, *, torch: bool) -> None:
         for top in tops - {"__pycache__"}:
             if (here / top).is_dir():
                 left_out = (*EVERYWHERE_LEFT_OUT, *(TORCH_LEFT_OUT if top == "torch" else ()))
-                shutil.copytree(
-                    here / top, there / top, ignore=shutil.ignore_patterns(*left_out), dirs_exist_ok=True
-                )
+                shutil.copytree(here / top, there / top, ignore=shutil.ignore_patterns(*left_out), dirs_exist_ok=True)
             else:
                 shutil.copy(here / top, there / top)
     script = prefix / "bin" / "pip"
-    script.write_text(f"#!/{PREFIX}/bin/python\nimport sys\nfrom pip._internal.cli.main import main\nsys.exit(main())\n")
+    script.write_text(
+        f"#!/{PREFIX}/bin/python\nimport sys\nfrom pip._internal.cli.main import main\nsys.exit(main())\n"
+    )
     script.chmod(0o755)
 
 

@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -69,6 +69,7 @@ class Buildah:
         index and certificates, as a secret, so no layer keeps them. Raises ImageError.
         """
         command = ["bud", "--isolation", "chroot", "--network", "host", "--no-cache", "--pull-never"]
+        command.append("--identity-label=false")  # or buildah's version is in the digest
         command += [f"--build-arg={name}={value}" for name, value in (build_args or {}).items()]
         if target is not None:
             command += ["--target", target]
@@ -117,7 +118,7 @@ class Container:
     name: str
     image: str
 
-    def __enter__(self) -> Container:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
