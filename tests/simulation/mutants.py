@@ -205,8 +205,8 @@ MUTANTS = (
                 pruning,
                 "prune",
                 (
-                    "(layout.ROUNDS, _ROUND), ",
-                    "(layout.ROUNDS, _ROUND), (layout.COMMITS, re.compile(r'commits/(\\d{8})')), ",
+                    "(layout.ROUNDS, _ROUND))",
+                    "(layout.ROUNDS, _ROUND), (layout.COMMITS, re.compile(r'commits/(\\d{8})')))",
                 ),
             ),
         ),
