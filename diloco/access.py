@@ -27,7 +27,9 @@ LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 METRICS_NAMESPACE = "/aws/sagemaker/TrainingJobs"
 
 OBJECT_ACTIONS = ("s3:GetObject", "s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload")
-"""All that the exchange does to objects."""
+"""All that the exchange does to objects."""LONGEST_KEEP_ALIVE = 3600
+"""Seconds that SageMaker keeps a warm pool at most (KeepAlivePeriodInSeconds, 2026-11)."""
+
 UNSCOPED = {
     "ecr:GetAuthorizationToken": "a token is for the account's whole registry; what it pulls is scoped",
     "cloudwatch:PutMetricData": "metrics have no ARN; the namespace is conditioned",
@@ -280,7 +282,7 @@ def launcher_policy(
     role_arn: str,
     repository_arn: str | None,
     instance_types: Sequence[str] = (),
-    max_keep_alive_seconds: int = 0,
+    max_keep_alive_seconds: int = LONGEST_KEEP_ALIVE,
 ) -> Document:
     """What `scripts/launch.py` does, and nothing else.
 

@@ -144,11 +144,11 @@ async def copy_model(uri: str, folder: Path) -> None:
     parent, _, name = uri.rpartition("/")
     store = open_store(parent)
     try:
-        for key, size in await store.list(f"{name}/"):
-            target = aside / key.removeprefix(f"{name}/")
+        for entry in await store.list(f"{name}/"):
+            target = aside / entry.key.removeprefix(f"{name}/")
             target.parent.mkdir(parents=True, exist_ok=True)
             with target.open("wb") as file:
-                async for block in store.stream(key, 0, size, _BLOCK):
+                async for block in store.stream(entry.key, 0, entry.size, _BLOCK):
                     file.write(block)
     finally:
         await store.close()

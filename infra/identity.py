@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 import pulumi
 import pulumi_aws as aws
 
-from diloco.access import OBJECT_ACTIONS, Place, Storage, Vpc, launcher_policy, sagemaker_role_policy, sagemaker_trust
+from diloco.access import (
+    LONGEST_KEEP_ALIVE,
+    OBJECT_ACTIONS,
+    Place,
+    Storage,
+    Vpc,
+    launcher_policy,
+    sagemaker_role_policy,
+    sagemaker_trust,
+)
 from infra.lookups import found
 
 if TYPE_CHECKING:
@@ -178,7 +187,7 @@ class LauncherPolicyArgs:
     role_arn: pulumi.Input[str]
     repository_arn: pulumi.Input[str] | None
     instance_types: Sequence[str] = ()
-    max_keep_alive_seconds: int = 0
+    max_keep_alive_seconds: int = LONGEST_KEEP_ALIVE
     attach_to: Sequence[str] = ()
     """ARNs of users, groups and roles."""
     tags: Mapping[str, str] = field(default_factory=dict)

@@ -21,8 +21,16 @@ if TYPE_CHECKING:
     from diloco.access import Place
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("container", "diloco", "pyproject.toml", "requirements.lock", "README.md", "LICENSE", ".dockerignore")
-"""What the Dockerfile copies, and so what the image is a function of."""
+SOURCES = (
+    "container/Dockerfile",
+    "container/start",
+    "diloco",
+    "LICENSE",
+    "README.md",
+    "pyproject.toml",
+    "requirements.lock",
+)
+"""What `.dockerignore` lets into the build, and so what the image is a function of."""
 DOCKERFILE = "container/Dockerfile"
 
 _ECR = re.compile(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args, get_o
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
-from diloco.access import parse_s3
+from diloco.access import LONGEST_KEEP_ALIVE, parse_s3
 from diloco.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 PROJECT = "diloco"
 DEV_STACKS = frozenset({"dev", "local"})
 """Stacks that may be thrown away, unless config says otherwise."""
-LONGEST_KEEP_ALIVE = 3600
-"""Seconds; SageMaker's own limit of a warm pool."""
 MOST_PREFIX = 24
 """Characters of a job name's prefix: a name has 63, and run id, rank and submission must fit."""
 

@@ -216,7 +216,7 @@ class RemoteStore(Store):
     async def _list(self, prefix: str) -> list[Entry]:
         found = await self._do("list", prefix, self._client()._find(self._at(prefix), detail=True, withdirs=False))
         skip = len(self._path) + 1
-        return [Entry(name[skip:], int(info["size"])) for name, info in found.items()]
+        return [Entry(name[skip:], int(info["size"]), info["LastModified"].timestamp()) for name, info in found.items()]
 
     async def _delete(self, key: str) -> None:
         await self._do("delete", key, self._client()._rm_file(self._at(key)))

@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from diloco.errors import (
@@ -47,11 +47,16 @@ CHECK_SECONDS = 8.0
 """How long a launcher's first contact with a store may take."""
 
 
-class Entry(NamedTuple):
+@dataclass(frozen=True, order=True, slots=True)
+class Entry:
     """One listed object."""
 
     key: str
     size: int
+    modified: float | None = field(default=None, compare=False)
+    """When it was written, by the store's own clock (seconds since 1970); None if the store doesn't say. The protocol
+    never looks at it.
+    """
 
 
 Entries = list[Entry]

@@ -154,7 +154,9 @@ class LocalStore(Store):
                     if not name.startswith(_TEMPORARY):
                         path = Path(folder, name)
                         with contextlib.suppress(FileNotFoundError):  # deleted since it was listed
-                            found.append(Entry(path.relative_to(self._root).as_posix(), path.stat().st_size))
+                            state = path.stat()
+                            key = path.relative_to(self._root).as_posix()
+                            found.append(Entry(key, state.st_size, state.st_mtime))
             return found
 
         return await self._in_thread(walk, prefix)
