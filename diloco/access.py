@@ -27,7 +27,8 @@ LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 METRICS_NAMESPACE = "/aws/sagemaker/TrainingJobs"
 
 OBJECT_ACTIONS = ("s3:GetObject", "s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload")
-"""All that the exchange does to objects."""LONGEST_KEEP_ALIVE = 3600
+"""All that the exchange does to objects."""
+LONGEST_KEEP_ALIVE = 3600
 """Seconds that SageMaker keeps a warm pool at most (KeepAlivePeriodInSeconds, 2026-11)."""
 
 UNSCOPED = {
