@@ -1,31 +1,42 @@
 """A stack of the real Pulumi engine: a backend, a state and a configuration of its own in one folder.
 
-The project is the checkout's own: `Pulumi.yaml` copied, `infra`, `.venv` and the like linked, so that no test writes
-into the checkout and two stacks can run side by side. Everything started here is guarded: nothing survives the test.
+The project is a copy of what the checkout's own consists of, so no test writes into the checkout, and two stacks can
+run side by side. Everything started here is guarded: nothing survives the test.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
+import shutil
 import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from diloco import guard
 from tests.support.engine import ROOT, path_with_engine
 
 if TYPE_CHECKING:
+    import signal
     from collections.abc import Callable, Mapping, Sequence
 
 PROVIDERS = Path(__file__).with_name("providers")
-PROJECT = "diloco"
+COPIED = (
+    "infra",
+    "diloco",
+    "container",
+    "pyproject.toml",
+    "requirements.lock",
+    "README.md",
+    "LICENSE",
+    ".dockerignore",
+)
+"""Program, package, and what the image is made of."""
 REAL_AWS_PLUGIN = os.environ.get("DILOCO_TEST_REAL_AWS_PLUGIN") == "1"
 """Whether the engine finds (and fetches) the real aws plugin, instead of the stand-in on PATH."""
 PATIENCE = 180.0
@@ -118,7 +129,7 @@ class PulumiStack:
         self._salt = yaml.safe_load(self._config_file.read_text())
         self.configure(config or {})
 
-    def __enter__(self) -> PulumiStack:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -191,8 +202,14 @@ class PulumiStack:
     def _lay_out(self, main: Path | None) -> None:
         description = yaml.safe_load((ROOT / "Pulumi.yaml").read_text())
         if main is None:
-            for name in ("infra", "diloco", ".venv"):
-                (self.project / name).symlink_to(ROOT / name)
+            for name in COPIED:
+                if (ROOT / name).is_dir():
+                    shutil.copytree(
+                        ROOT / name, self.project / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+                    )
+                else:
+                    shutil.copy(ROOT / name, self.project / name)
+            (self.project / ".venv").symlink_to(sys.prefix)
         else:
             description |= {"main": str(main), "runtime": {"name": "python"}}
         (self.project / "Pulumi.yaml").write_text(yaml.safe_dump(description))

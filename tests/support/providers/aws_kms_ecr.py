@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tests.support.providers.resource import AutoName, Resource
+from botocore.exceptions import ClientError
+
+from tests.support.providers.resource import AutoName, RefusedError, Resource
 from tests.support.providers.session import PARTITION, tag_list, tag_map
 
 if TYPE_CHECKING:
@@ -205,7 +207,12 @@ class Repository(Resource):
             ecr.tag_resource(resourceArn=old["arn"], tags=tag_list(new["tagsAll"]))
 
     def delete(self, resource_id: str, state: Plain) -> None:
-        self.client("ecr").delete_repository(repositoryName=resource_id, force=bool(state.get("forceDelete")))
+        try:
+            self.client("ecr").delete_repository(repositoryName=resource_id, force=bool(state.get("forceDelete")))
+        except ClientError as problem:
+            if problem.response["Error"]["Code"] != "RepositoryNotEmptyException":
+                raise
+            raise RefusedError(f"ECR Repository ({resource_id}) not empty, consider using force_delete") from problem
 
 
 class LifecyclePolicy(Resource):

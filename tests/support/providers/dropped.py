@@ -14,5 +14,6 @@ DROPPED: dict[str, dict[str, str]] = {
     "aws:ec2/natGateway:NatGateway": {"allocationId": "DescribeNatGateways has an empty NatGatewayAddresses"},
     "aws:vpc/securityGroupEgressRule:SecurityGroupEgressRule": {
         "prefixListId": "a rule on a prefix list is kept without it",
+        "description": "of a rule on a prefix list",
     },
 }

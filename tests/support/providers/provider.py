@@ -99,7 +99,9 @@ class StandInProvider(api.Provider):
         return api.CreateResponse(resource_id, wire_map(state))
 
     def _create(self, resource: Resource, inputs: Plain) -> tuple[str, Plain]:
-        inputs = self._with_tags(resource, inputs)
+        inputs = self._with_tags(
+            resource, inputs if resource.auto_name is None else resource.auto_name.complete(inputs)
+        )
         resource_id = resource.create(inputs)
         try:
             resource.complete(resource_id, inputs)
@@ -127,7 +129,7 @@ class StandInProvider(api.Provider):
         resource = self._resource(_type_of(request.urn), inputs)
         new = self._with_tags(resource, inputs)
         if request.preview:
-            return api.UpdateResponse(wire_map(old | new))
+            return api.UpdateResponse(wire_map(old | new | dict.fromkeys(resource.recomputed, UNKNOWN)))
         changed = frozenset(resource.diff(old, inputs, frozenset(request.ignore_changes), self._default_tags))
         try:
             await asyncio.to_thread(resource.update, request.resource_id, old, new, changed)
@@ -180,9 +182,10 @@ class StandInProvider(api.Provider):
             found = None
         if found is None:
             raise RefusedError(f"{resource.urn_type} {resource_id} does not exist")
-        echoed = {name: old[name] for name in DROPPED.get(resource.urn_type, {}) if name in old}
+        dropped = DROPPED.get(resource.urn_type, {})
+        echoed = {name: old[name] for name in dropped if name in old and not found.get(name)}
         # What no API tells (forceDestroy, skipDestroy) stays as it was.
-        untold = {name: old[name] for name in resource.arguments if name in old and name not in found}
+        untold = {name: old[name] for name in resource.accepted() - {"tags"} if name in old and name not in found}
         state = untold | found | echoed
         if resource.regional:
             state["region"] = resource.region
@@ -195,7 +198,7 @@ class StandInProvider(api.Provider):
 
 def _type_of(urn: str) -> str:
     """The resource's own type: a URN also names those of its parents."""
-    return urn.split("::")[-2].split("$")[-1]
+    return urn.rsplit("::", 2)[1].rsplit("$", 1)[-1]
 
 
 def is_absent(problem: ClientError) -> bool:

@@ -3,6 +3,7 @@
 # ruff: noqa: ARG002 (a resource's calls have one signature)
 from __future__ import annotations
 
+import datetime
 import hashlib
 import secrets
 from dataclasses import dataclass
@@ -39,6 +40,18 @@ class AutoName:
     most: int = 255
     transform: Callable[[str], str] = str
 
+    @property
+    def prefix(self) -> str:
+        """The argument that asks for a name which begins so and ends in 26 digits of the provider's."""
+        return f"{self.argument}Prefix"
+
+    def complete(self, inputs: Plain) -> Plain:
+        """The inputs with the name that a prefix asks for."""
+        if self.prefix not in inputs or self.argument in inputs:
+            return inputs
+        now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d%H%M%S%f")[:18]
+        return inputs | {self.argument: f"{inputs[self.prefix]}{now}{secrets.token_hex(4)}"}
+
     def make(self, logical: str, seed: bytes) -> str:
         """Raises RefusedError where the name would be longer than AWS takes."""
         digits = hashlib.sha256(seed).hexdigest()[:RANDOM_DIGITS] if seed else secrets.token_hex(4)[:RANDOM_DIGITS]
@@ -64,6 +77,8 @@ class Resource:
     """A change of these needs a new thing ("Forces new resource" in the provider's documentation)."""
     computed: ClassVar[frozenset[str]] = frozenset()
     """Arguments that AWS fills in when the program leaves them out: absent means "as it is"."""
+    recomputed: ClassVar[frozenset[str]] = frozenset()
+    """Outputs that any change in place makes anew."""
     documents: ClassVar[frozenset[str]] = frozenset()
     """Arguments that are JSON policies, compared by meaning."""
     defaults: ClassVar[Mapping[str, Any]] = {}
@@ -112,7 +127,8 @@ class Resource:
     @classmethod
     def accepted(cls) -> frozenset[str]:
         """Arguments that may be given."""
-        return cls.arguments | ({"tags"} if cls.tagged else set()) | ({"region"} if cls.regional else set())
+        prefix = {cls.auto_name.prefix} if cls.auto_name is not None else set()
+        return cls.arguments | prefix | ({"tags"} if cls.tagged else set()) | ({"region"} if cls.regional else set())
 
     def check(self, logical: str, inputs: Plain, old: Plain, seed: bytes) -> tuple[Plain, dict[str, str]]:
         """Fill in defaults and the name; return the inputs and, per argument, what is wrong with it."""
@@ -122,7 +138,7 @@ class Resource:
                 problems[name] = f"the stand-in for {self.urn_type} does not implement this argument"
         checked = {name: value for name, value in inputs.items() if name != "__defaults"}
         filled = [name for name, value in self.defaults.items() if checked.setdefault(name, value) is value]
-        if self.auto_name is not None and self.auto_name.argument not in checked:
+        if self.auto_name is not None and not checked.keys() & {self.auto_name.argument, self.auto_name.prefix}:
             argument = self.auto_name.argument
             filled.append(argument)
             kept = old.get(argument) if argument in old.get("__defaults", []) else None
@@ -136,16 +152,16 @@ class Resource:
     def diff(self, state: Plain, inputs: Plain, ignored: frozenset[str], default_tags: Plain) -> dict[str, Kind]:
         """Argument → how it changes, compared with the last known state (not with the last inputs: drift counts)."""
         changes: dict[str, Kind] = {}
-        for name in self.accepted() - ignored:
+        computed, fixed = self.computed | {"region"}, self.replace_on | {"region"}
+        if self.auto_name is not None:
+            fixed |= {self.auto_name.prefix}
+            computed |= {self.auto_name.argument} if self.auto_name.prefix in inputs else set()
+        for name in self.accepted() - ignored - (computed - inputs.keys()):
             new, old = inputs.get(name), state.get(name)
-            if name not in inputs and (name in self.computed or name == "region"):
-                continue
-            if name == "region" and old is None:
-                continue
             equal = same_document if name in self.documents else same
             if not has_unknown(new) and equal(new, old):
                 continue
-            replace = name in self.replace_on or name == "region"
+            replace = name in fixed
             if name not in inputs:
                 changes[name] = Kind.DELETE_REPLACE if replace else Kind.DELETE
             elif old is None:
