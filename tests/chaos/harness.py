@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from diloco import guard
-from diloco.errors import ObjectMissingError
 from diloco.exchange import layout
 from diloco.exchange.clock import SystemClock
 from diloco.exchange.layout import Member
@@ -224,7 +223,15 @@ class Run:
 
     def wait_for(self, key: str) -> bytes:
         """Wait until an object is there; its bytes."""
-        found: bytes = until(lambda: self.read(key), key)
+
+
+        def look() -> bytes | None:
+            alive = any(process.code is None for process in self.processes)  # looked at before the bucket
+            found = self.read(key)
+            assert found is not None or alive, f"{key} will not come: no process is left"
+            return found
+
+        found: bytes = until(look, key)
         return found
 
     def commit(self, round_: int) -> Commit:
@@ -280,4 +287,26 @@ class Run:
         assert verdict.finished
 
 
-__all__ = ["KILLED", "Member", "ObjectMissingError", "Process", "Run", "until"]
+def killed(when: str, operation: str, key: str, **more: Any) -> dict[str, Any]:
+    """A point at which a process kills itself; see :mod:`tests.support.chaos_replica`."""
+    return {"when": when, "operation": operation, "key": key, **more}
+
+
+def stopped(when: str, operation: str, key: str) -> dict[str, Any]:
+    """A point at which a process stops itself, until it gets SIGCONT."""
+    return killed(when, operation, key, signal="STOP")
+
+
+def held(round_: int, until_key: str) -> dict[str, Any]:
+    """A round whose first step lasts until an object is there."""
+    return {"round": round_, "do": "hold", "until": until_key}
+
+
+def header(round_: int, rank: int, attempt: int = 1) -> str:
+    """A member's header of a round."""
+    return layout.header(round_, Member(rank, attempt))
+
+
+def payload(round_: int, rank: int, attempt: int = 1) -> str:
+    """A member's payload of a round."""
+    return layout.payload(round_, Member(rank, attempt))

@@ -101,7 +101,7 @@ class FaultProxy:
     """Forwards a port on 127.0.0.1 to `upstream` (an `http://host:port`). Use it as a context manager.
 
     `rules` are asked first, in order; :meth:`add` and :meth:`clear` change them while it runs. Any other request meets
-    one of `faults` with probability `rate`, which may be set while it runs, too: its fate is a function of the seed,
+    one of `faults` with probability `rate`; both may be set while it runs, too. Its fate is a function of the seed,
     the operation, the key, and how often that operation was made on that key.
     """
 
@@ -122,7 +122,7 @@ class FaultProxy:
         self.endpoint_url = ""
         self._upstream = upstream.rstrip("/")
         self._rules = list(rules)
-        self._faults = tuple(faults)
+        self.faults = tuple(faults)
         self._seconds = seconds
         self._seed = seed
         self._repeats: Counter[tuple[str, str]] = Counter()
@@ -178,7 +178,7 @@ class FaultProxy:
             chance = random.Random(f"{self._seed}/{operation}/{key}/{self._repeats[operation, key]}")
             if chance.random() >= self.rate:
                 return None
-            rule = Rule(chance.choice(self._faults), seconds=self._seconds)
+            rule = Rule(chance.choice(self.faults), seconds=self._seconds)
             self.counts[rule.fault] += 1
             return rule
 
