@@ -60,7 +60,7 @@ def environment() -> None:
             name=settings.bucket.name,
             adopt=settings.bucket.adopt,
             prefix=settings.bucket.prefix,
-            kms_key_arn=key_arn,
+            key=key,
             versioning=settings.bucket.versioning,
             log_bucket=settings.bucket.log_bucket,
             log_prefix=settings.bucket.log_prefix,

@@ -142,7 +142,7 @@ class TrainerImage(pulumi.ComponentResource):
                     ]
                 }
             ),
-            opts=pulumi.ResourceOptions(parent=repository),
+            opts=pulumi.ResourceOptions(parent=repository, deleted_with=repository),
         )
         arguments = {} if args.base_image is None else {"BASE_IMAGE": args.base_image}
         tag = content_hash(ROOT, arguments)

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_NOISE = re.compile(r"\s*(?:\(\d+\))?\s+")
+_NOISE = re.compile(r"^invoke of \S+ failed: (?:invoking \S+: )?| \(\)$")
+"""What the engine puts around a provider's words."""
 
 
 def found(key: str, value: str, fix: str, look_up: Callable[[], T]) -> T:
@@ -23,7 +24,7 @@ def found(key: str, value: str, fix: str, look_up: Callable[[], T]) -> T:
     try:
         return look_up()
     except Exception as problem:  # noqa: BLE001 - the SDK raises Exception itself
-        reason = " ".join(str(problem).split())
+        reason = _NOISE.sub("", " ".join(str(problem).split()))
         raise pulumi.RunError(f"diloco:{key} {value!r}: {reason}; {fix}") from None
 
 

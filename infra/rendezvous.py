@@ -78,7 +78,8 @@ class RendezvousBucketArgs:
     adopt: str | None = None
     """Name of a bucket that exists; nothing is created, and nothing of it changed."""
     prefix: str = ""
-    kms_key_arn: pulumi.Input[str] | None = None
+    key: EncryptionKey | None = None
+    """Encrypts the objects; None: Amazon S3's own key does."""
     versioning: bool = False
     log_bucket: pulumi.Input[str] | None = None
     log_prefix: str = "access-logs"
@@ -100,14 +101,11 @@ class RendezvousBucket(pulumi.ComponentResource):
     output_uri: pulumi.Output[str]
     prefixes: tuple[str, str]
     """Of the keys that runs and their output have."""
-    ready: list[pulumi.Resource]
-    """What must be there before anybody uses the bucket."""
 
     def __init__(self, name: str, args: RendezvousBucketArgs, opts: pulumi.ResourceOptions | None = None) -> None:
         super().__init__("diloco:infra:RendezvousBucket", name, None, opts)
         above = f"{args.prefix}/" if args.prefix else ""
         self.prefixes = (above + RUNS, above + OUTPUT)
-        self.ready = []
         if args.adopt is not None:
             adopt = args.adopt
             existing = found(
@@ -138,10 +136,17 @@ class RendezvousBucket(pulumi.ComponentResource):
             bucket=args.name,
             force_destroy=False,
             tags=args.tags,
-            opts=pulumi.ResourceOptions(parent=self, protect=args.protect),
+            opts=pulumi.ResourceOptions(
+                parent=self,
+                protect=args.protect,
+                # A key is deleted only after the bucket: one whose deletion was refused must stay readable.
+                depends_on=[] if args.key is None else [args.key],
+                hooks=pulumi.ResourceHookBinding(on_error=[_explain_bucket(name, args.name)]),
+            ),
         )
         self.bucket, self.arn = bucket.bucket, bucket.arn
-        child = pulumi.ResourceOptions(parent=bucket)
+        # Settings go with their bucket: one whose deletion was refused stays private and encrypted.
+        child = pulumi.ResourceOptions(parent=bucket, deleted_with=bucket)
         blocked = aws.s3.BucketPublicAccessBlock(
             name,
             bucket=bucket.bucket,
@@ -160,9 +165,9 @@ class RendezvousBucket(pulumi.ComponentResource):
             rules=[
                 {
                     "apply_server_side_encryption_by_default": {"sse_algorithm": "AES256"}
-                    if args.kms_key_arn is None
-                    else {"sse_algorithm": "aws:kms", "kms_master_key_id": args.kms_key_arn},
-                    "bucket_key_enabled": args.kms_key_arn is not None,
+                    if args.key is None
+                    else {"sse_algorithm": "aws:kms", "kms_master_key_id": args.key.arn},
+                    "bucket_key_enabled": args.key is not None,
                 }
             ],
             opts=child,
@@ -190,14 +195,14 @@ class RendezvousBucket(pulumi.ComponentResource):
                     "noncurrent_version_expiration": {"noncurrent_days": 1},
                 },
             ],
-            opts=pulumi.ResourceOptions(parent=bucket, depends_on=[versioning]),
+            opts=pulumi.ResourceOptions(parent=bucket, deleted_with=bucket, depends_on=[versioning]),
         )
-        # Amazon S3 refuses two settings of one bucket at once; the policy is what nothing may come before.
-        policy = aws.s3.BucketPolicy(
+        # A policy and a public-access block that are written at the same moment can conflict.
+        aws.s3.BucketPolicy(
             name,
             bucket=bucket.bucket,
             policy=bucket.bucket.apply(lambda found_name: json.dumps(bucket_policy(args.place, found_name))),
-            opts=pulumi.ResourceOptions(parent=bucket, depends_on=[blocked]),
+            opts=pulumi.ResourceOptions(parent=bucket, deleted_with=bucket, depends_on=[blocked]),
         )
         if args.log_bucket is not None:
             aws.s3.BucketLogging(
@@ -207,4 +212,17 @@ class RendezvousBucket(pulumi.ComponentResource):
                 target_prefix=f"{args.log_prefix}/" if args.log_prefix else "",
                 opts=child,
             )
-        self.ready = [policy]
+
+
+def _explain_bucket(name: str, wanted: str | None) -> pulumi.ErrorHook:
+    """Adds key and fix to what Amazon S3 says of a bucket that could not be made."""
+
+    def explain(failure: pulumi.ErrorHookArgs) -> bool:
+        if failure.failed_operation == "create" and wanted is not None:
+            pulumi.log.error(
+                f"diloco:bucket.name {wanted!r}: the bucket could not be made; all accounts share one space of names: "
+                "choose another, leave it out to have one generated, or adopt yours with bucket.adopt"
+            )
+        return False  # trying again would change nothing
+
+    return pulumi.ErrorHook(f"{name}-bucket", explain)
