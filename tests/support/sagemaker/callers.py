@@ -14,19 +14,20 @@ from botocore.exceptions import ClientError
 from tests.support.sagemaker.errors import ApiError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
+    from tests.support.iam_authority import Authority
     from tests.support.sagemaker.service import Emulator
 
 SERVICE = "sagemaker.amazonaws.com"
 
 
 class Callers:
-    """Authorises calls. `authorise(principal, action, resource, context)` says whether stored policies allow one."""
+    """Authorises calls."""
 
-    def __init__(self, emulator: Emulator, authorise: Callable[[str, str, str, Mapping[str, Any]], bool]) -> None:
+    def __init__(self, emulator: Emulator, authority: Authority) -> None:
         self._emulator = emulator
-        self._authorise = authorise
+        self._authority = authority
         self._arns: dict[str, str] = {}
         self._lock = threading.Lock()
 
@@ -49,12 +50,9 @@ class Callers:
                 self._require(arn, "sagemaker:AddTags", resource, context(request))
 
     def _require(self, arn: str, action: str, resource: str, values: Mapping[str, Any]) -> None:
-        if not self._authorise(arn, action, resource, values):
-            raise ApiError(
-                "AccessDeniedException",
-                f"User: {arn} is not authorized to perform: {action} on resource: {resource} because no identity-based"
-                f" policy allows the {action} action",
-            )
+        decision = self._authority.authorise(arn, action, resource, values)
+        if not decision:
+            raise ApiError("AccessDeniedException", decision.reason)
 
     def _arn(self, access_key: str) -> str:
         with self._lock:

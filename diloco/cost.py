@@ -1,0 +1,100 @@
+"""What a run costs: instance hours from a dated price table, requests and bytes of S3 by the protocol's own counts.
+
+The table is `diloco/prices.json`, for one region, with its source and date; another file of the same form replaces it.
+What it does not hold is unknown, and said to be.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from diloco.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+TABLE = Path(__file__).with_name("prices.json")
+LISTS_A_ROUND = 10.0
+"""Lists and small reads of a replica in a round, while it waits for the others: what the protocol does when all
+replicas are about as fast (docs/figures.md)."""
+
+
+class Prices(BaseModel):
+    """Dollars. Every price is of `region`; others differ by some tens of percent."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    source: str
+    date: str
+    region: str
+    currency: str
+    training_per_hour: dict[str, float]
+    """On demand, by instance type."""
+    spot_most_off: float = Field(ge=0, lt=1)
+    """The most that managed spot may take off (0.9: up to 90 %); its price changes and is in no list."""
+    s3_per_1000_puts: float
+    """PUT, POST and LIST."""
+    s3_per_1000_gets: float
+    s3_per_gib_month: float
+
+    @classmethod
+    def load(cls, path: Path | None = None) -> Self:
+        """Read a table. Raises ConfigurationError."""
+        try:
+            return cls.model_validate(json.loads((path or TABLE).read_text()))
+        except (OSError, ValueError, ValidationError) as problem:
+            first = str(problem).splitlines()[0]
+            raise ConfigurationError(f"--prices {path}: {first}: write it in the form of diloco/prices.json") from None
+
+    def per_hour(self, instance_type: str) -> float | None:
+        """On-demand price of an hour of training, None if the table does not hold it."""
+        return self.training_per_hour.get(instance_type)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What all replicas together move and ask in one round, through one bucket."""
+
+    bytes_up: float
+    bytes_down: float
+    puts: float
+    """PUTs and LISTs, which cost the same."""
+    gets: float
+    dollars: float
+    seconds: float
+    """Of one replica at the assumed bandwidth: its own upload, and the others' payloads one after the other."""
+
+
+def round_traffic(
+    prices: Prices, *, replicas: int, parameters: int, fragments: int, codec: str, mbit: float
+) -> Traffic:
+    """Estimate a round: each replica writes one payload and its header, and reads those of all others.
+
+    `parameters` are of the whole model (a round carries one fragment), `mbit` is one replica's bandwidth to S3 in
+    megabits a second.
+    """
+    width = {"fp32": 4, "bf16": 2}[codec]
+    payload = parameters / fragments * width
+    up = replicas * payload
+    down = replicas * (replicas - 1) * payload
+    puts = replicas * (2 + LISTS_A_ROUND) + 1
+    gets = replicas * (replicas - 1) * 2 + replicas
+    dollars = puts / 1000 * prices.s3_per_1000_puts + gets / 1000 * prices.s3_per_1000_gets
+    return Traffic(up, down, puts, gets, dollars, replicas * payload * 8 / (mbit * 1e6))
+
+
+def dollars(prices: Prices, used: Iterable[tuple[str, float]]) -> tuple[float, frozenset[str]]:
+    """Add up instance types with their billable seconds; returns the sum and the types whose price is not known."""
+    total, unknown = 0.0, set()
+    for instance_type, seconds in used:
+        price = prices.per_hour(instance_type)
+        if price is None:
+            unknown.add(instance_type)
+        else:
+            total += price * seconds / 3600
+    return total, frozenset(unknown)

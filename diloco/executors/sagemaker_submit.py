@@ -1,0 +1,247 @@
+"""Submitting ranks: one job for each, however often it is tried, and none left behind.
+
+A rank's jobs are numbered; the number is in the name, and SageMaker lets a name exist once. So a second launcher, or
+the same one after a lost answer, is told that the name is taken, recognises its run's tags, and adopts the job. Numbers of
+jobs that have ended are skipped. Several launchers at once waste nothing but calls: both end up with the same jobs.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import TYPE_CHECKING, Any
+
+from diloco.errors import ConfigurationError, DilocoError
+from diloco.executors import sagemaker_errors as errors
+from diloco.executors import sagemaker_jobs as jobs
+from diloco.executors.sagemaker_request import identity, job_name, parse_job_name, training_job
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from diloco.executors.base import ReplicaSpec
+    from diloco.executors.sagemaker_clients import Clients
+    from diloco.executors.sagemaker_request import JobSettings
+
+RATE = 4.0
+"""CreateTrainingJob calls a second. SageMaker publishes no figure; 5 is what accounts see."""
+SETTLE_SECONDS = 120.0
+"""How long a refusal that may pass by itself is tried again."""
+STOP_SECONDS = 240.0
+"""How long a job may take to stop: SageMaker itself waits 120 s for the container, and then uploads."""
+
+
+class Submitter:
+    """Submits the ranks of one run. `pause` sleeps, and is where a test takes the time from."""
+
+    def __init__(
+        self,
+        clients: Clients,
+        settings: JobSettings,
+        *,
+        rate: float = RATE,
+        settle_seconds: float = SETTLE_SECONDS,
+        stop_seconds: float = STOP_SECONDS,
+        look_every: float = 2.0,
+        on_note: Callable[[str], None] | None = None,
+    ) -> None:
+        self._clients = clients
+        self._settings = settings
+        self._rate = rate
+        self._settle_seconds = settle_seconds
+        self._stop_seconds = stop_seconds
+        self._look_every = look_every
+        self._note = on_note or (lambda _text: None)
+        self._chance = random.Random()
+        self._next_at = 0.0
+        self._listed = False
+        self._newest: dict[int, int] = {}
+        self._types: dict[int, tuple[str, ...]] = {}
+        """Each rank's instance types, the one to try next first."""
+
+    def names(self) -> dict[int, list[str]]:
+        """All jobs of the run that SageMaker lists, by rank, in the order of their submission. Raises DilocoError."""
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        found: dict[int, list[tuple[int, str]]] = {}
+        try:
+            pages = self._clients.sagemaker.get_paginator("list_training_jobs").paginate(
+                NameContains=self._settings.name_prefix[:63], PaginationConfig={"PageSize": 100}
+            )
+            for page in pages:
+                for entry in page["TrainingJobSummaries"]:
+                    name = entry["TrainingJobName"]
+                    parsed = parse_job_name(name)
+                    if parsed is not None and name == job_name(self._settings, *parsed):
+                        found.setdefault(parsed[0], []).append((parsed[1], name))
+        except (BotoCoreError, ClientError) as problem:
+            raise errors.explained(problem) from None
+        self._listed = True
+        self._newest |= {rank: max(each)[0] for rank, each in found.items()}
+        return {rank: [name for _, name in sorted(each)] for rank, each in sorted(found.items())}
+
+    def submit_all(self, specs: Sequence[ReplicaSpec]) -> list[str]:
+        """Submit or adopt a job for each rank, or none: if one can't be, the others are stopped.
+
+        Raises DilocoError that says which rank, why, and what is left.
+        """
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        if not self._listed:
+            self.names()
+        names: list[str] = []
+        tried: list[str] = []  # the name that is being submitted may exist though its answer was lost
+        try:
+            for spec in specs:
+                names.append(self._submit(spec, tried))  # noqa: PERF401 - what was submitted must be known
+        except (BotoCoreError, ClientError, DilocoError) as problem:
+            reason = problem if isinstance(problem, DilocoError) else errors.explained(problem)
+            rank = specs[len(names)].rank
+            left = self.stop([*names, *tried[-1:]])
+            raise type(reason)(f"rank {rank} could not be submitted: {reason} ({_left(len(names), left)})") from None
+        except BaseException:
+            self.stop([*names, *tried[-1:]])
+            raise
+        return names
+
+    def stop(self, names: Sequence[str]) -> list[str]:
+        """Stop jobs and wait for their end; those that have ended, or are not there, are ignored. Returns those that
+        still run.
+        """
+        left = [name for name in dict.fromkeys(names) if self._ask_to_stop(name)]
+        deadline = time.monotonic() + self._stop_seconds
+        while left and time.monotonic() < deadline:
+            left = [name for name in left if not self._is_over(name)]
+            if left:
+                time.sleep(self._look_every)
+        return left
+
+    def describe(self, name: str) -> dict[str, Any] | None:
+        """A job, or None if there is none of that name. Raises botocore's errors."""
+        from botocore.exceptions import ClientError
+
+        try:
+            return dict(self._clients.sagemaker.describe_training_job(TrainingJobName=name))
+        except ClientError as problem:
+            if errors.is_missing(problem):
+                return None
+            raise
+
+    def _submit(self, spec: ReplicaSpec, tried: list[str]) -> str:
+        rank, newest = spec.rank, self._newest
+        number = newest.get(rank, 0)
+        if number:
+            adopted = self._adopted(spec, number)
+            if adopted is not None:
+                return adopted
+        deadline = time.monotonic() + self._settle_seconds
+        while True:
+            number += 1
+            name = job_name(self._settings, rank, number)
+            tried.append(name)
+            if self._create(spec, number, deadline):
+                newest[rank] = number
+                return name
+            adopted = self._adopted(spec, number)
+            if adopted is not None:
+                newest[rank] = number
+                self._note(f"rank {rank}: {name} is there already, and goes on")
+                return adopted
+
+    def _create(self, spec: ReplicaSpec, number: int, deadline: float) -> bool:
+        """Create a job; False if its name is taken."""
+        from botocore.exceptions import ClientError
+
+        types = self._types.get(spec.rank, self._settings.instance_types)
+        request = training_job(self._settings.rotated(types), spec, number)
+        wait = 1.0
+        while True:
+            self._keep_the_rate()
+            try:
+                self._clients.sagemaker.create_training_job(**request)
+            except ClientError as problem:
+                if errors.code(problem) == "ResourceInUse":
+                    return False
+                passing = errors.is_settling(problem) or errors.is_throttled(problem)
+                if not passing or time.monotonic() + wait > deadline:
+                    raise
+                self._note(f"rank {spec.rank}: {errors.text(problem)}: trying again")
+                time.sleep(wait * (0.75 + 0.5 * self._chance.random()))
+                wait = min(wait * 2, 15.0)
+            else:
+                return True
+
+    def _adopted(self, spec: ReplicaSpec, number: int) -> str | None:
+        """The name of that job if it is this run's and still runs; None if it has ended or is gone.
+
+        Raises ConfigurationError for one of another run.
+        """
+        name = job_name(self._settings, spec.rank, number)
+        job = self.describe(name)
+        if job is None:
+            return None
+        self._check_owner(spec, job)
+        if job["TrainingJobStatus"] == "Stopping":
+            self._note(f"rank {spec.rank}: waiting for {name} to stop")
+            self.stop([name])
+            job = self.describe(name) or job
+        if not jobs.has_ended(job):
+            return name
+        if jobs.failure(job) == "capacity":
+            self._types[spec.rank] = _after(self._settings.instance_types, jobs.instance_type(job))
+        return None
+
+    def _check_owner(self, spec: ReplicaSpec, job: dict[str, Any]) -> None:
+        answer = self._clients.sagemaker.get_paginator("list_tags").paginate(ResourceArn=job["TrainingJobArn"])
+        tags = {tag["Key"]: tag["Value"] for page in answer for tag in page["Tags"]}
+        for key, mine in identity(self._settings, spec).items():
+            if tags.get(key) != mine:
+                raise ConfigurationError(
+                    f"the job name {job['TrainingJobName']} is taken by another run ({key} is {tags.get(key)!r}, not"
+                    f" {mine!r}): choose another --run-id"
+                )
+
+    def _keep_the_rate(self) -> None:
+        now = time.monotonic()
+        if self._next_at > now:
+            time.sleep(self._next_at - now)
+        # Launchers that start together, from one scheduler say, must not stay in step.
+        self._next_at = max(now, self._next_at) + (0.8 + 0.4 * self._chance.random()) / self._rate
+
+    def _ask_to_stop(self, name: str) -> bool:
+        """Ask for the end of a job; False if there is nothing to wait for."""
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            self._clients.sagemaker.stop_training_job(TrainingJobName=name)
+        except ClientError as problem:
+            if errors.is_missing(problem):
+                return False
+            return not self._is_over(name)
+        except BotoCoreError:
+            return True
+        return True
+
+    def _is_over(self, name: str) -> bool:
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            job = self.describe(name)
+        except (BotoCoreError, ClientError):
+            return False
+        return job is None or jobs.has_ended(job)
+
+
+def _after(types: tuple[str, ...], used: str) -> tuple[str, ...]:
+    """The types in the order to try them next: those after the one that had no capacity first."""
+    if used not in types:
+        return types
+    at = types.index(used) + 1
+    return types[at:] + types[:at]
+
+
+def _left(before: int, left: Sequence[str]) -> str:
+    stopped = f"the {before} submitted before it were stopped, " if before else ""
+    if left:
+        return f"{stopped}still stopping: {', '.join(left)}; see them with `status`, stop them with `cancel`"
+    return f"{stopped}nothing is left running"
