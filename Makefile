@@ -3,12 +3,13 @@ PYTHON ?= $(shell python3 -c 'import sys; print("python3" if sys.version_info >=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo test check benchmarks lock clean
+.PHONY: install demo test infra-test check benchmarks lock clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo        train 4 replicas on this machine through an embedded S3, beside a data-parallel baseline"
 	@echo "make test        run the tests"
+	@echo "make infra-test  the tests of the Pulumi program alone: they need the pulumi CLI, and say what else is missing"
 	@echo "make check       lint, formatting, types"
 	@echo "make benchmarks  the figures of the documentation, as JSON"
 	@echo "make install     .venv with everything (also done by the others)"
@@ -30,6 +31,9 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest
+
+infra-test: install
+	$(BIN)/python -m pytest tests/infra tests/unit/test_access.py tests/unit/test_stack.py tests/unit/test_plan.py
 
 check: install
 	$(BIN)/ruff check .
