@@ -21,7 +21,7 @@ from diloco.executors.base import ReplicaHandle, ReplicaResult
 from diloco.executors.sagemaker_clients import Clients
 from diloco.executors.sagemaker_logs import GROUP, LogReader
 from diloco.executors.sagemaker_request import parse_job_name
-from diloco.executors.sagemaker_submit import Submitter
+from diloco.executors.sagemaker_submit import AT_ONCE, Submitter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from diloco.executors.base import ReplicaSpec
     from diloco.executors.sagemaker_request import JobSettings
 
-_AT_ONCE = 4
-"""Jobs that are described at the same time."""
 _WAIT_EVERY = 1.0
 
 
@@ -183,7 +181,7 @@ class SageMakerExecutor:
         if len(names) == 1:
             describe(names[0])
         elif names:
-            with ThreadPoolExecutor(min(_AT_ONCE, len(names))) as pool:
+            with ThreadPoolExecutor(min(AT_ONCE, len(names))) as pool:
                 list(pool.map(describe, names))
 
     def _deleted(self, name: str) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def _check_quotas(clients: Clients, settings: JobSettings, replicas: int, findin
         ]
     enough = [name for name in names if (values.get(name, replicas) or 0) >= replicas]
     short = [
-        f"the quota {name!r} is {values[name]:g} and {replicas} are needed: raise it in Service Quotas, or use another type"
+        f"the quota {name!r} is {values[name]:g} and {replicas} are needed: raise it, or use another type"
         for name in names
         if name not in enough
     ]
@@ -89,16 +89,16 @@ def _check_quotas(clients: Clients, settings: JobSettings, replicas: int, findin
     longest = values.get(LONGEST_RUN_QUOTA)
     if longest is not None and settings.max_runtime > longest:
         findings.problems.append(
-            f"--max-runtime {settings.max_runtime} s is above the quota {LONGEST_RUN_QUOTA!r} ({longest:g} s): give less,"
-            " or raise it in Service Quotas"
+            f"--max-runtime {settings.max_runtime} s is above the quota {LONGEST_RUN_QUOTA!r} ({longest:g} s): give"
+            " less, or raise it in Service Quotas"
         )
     if settings.keep_alive:
         warm = warm_quota(settings.instance_types[0])
         limit = values.get(warm)
         if limit is not None and limit < replicas:
             findings.problems.append(
-                f"--keep-alive: the quota {warm!r} is {limit:g} and {replicas} are needed; SageMaker would silently keep"
-                " fewer: raise it in Service Quotas, or leave out --keep-alive"
+                f"--keep-alive: the quota {warm!r} is {limit:g} and {replicas} are needed; SageMaker would keep fewer"
+                " and not say so: raise it in Service Quotas, or leave out --keep-alive"
             )
 
 
@@ -109,7 +109,7 @@ def _quotas(clients: Clients, findings: Findings) -> Mapping[str, float]:
     try:
         found: dict[str, float] = {}
         for operation in ("list_aws_default_service_quotas", "list_service_quotas"):  # the account's own win
-            pages = clients.quotas.get_paginator(operation).paginate(ServiceCode=SERVICE)  # type: ignore[call-overload]
+            pages = clients.quotas.get_paginator(operation).paginate(ServiceCode=SERVICE)
             found |= {quota["QuotaName"]: quota["Value"] for page in pages for quota in page["Quotas"]}
     except (BotoCoreError, ClientError) as problem:
         findings.warnings.append(f"quotas could not be read, so they were not checked: {_said(problem)}")
@@ -146,8 +146,8 @@ def _check_bucket(clients: Clients, settings: JobSettings, uri: str, findings: F
     region = headers.get("x-amz-bucket-region")
     if region is not None and region != settings.region:
         findings.problems.append(
-            f"the bucket {bucket} is in {region} and the jobs are in {settings.region}: SageMaker refuses that, and every"
-            " exchanged byte would be billed; use a bucket of the same region"
+            f"the bucket {bucket} is in {region} and the jobs are in {settings.region}: SageMaker refuses that, and"
+            " every exchanged byte would be billed; use a bucket of the same region"
         )
 
 

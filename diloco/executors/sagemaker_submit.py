@@ -1,14 +1,15 @@
 """Submitting ranks: one job for each, however often it is tried, and none left behind.
 
 A rank's jobs are numbered; the number is in the name, and SageMaker lets a name exist once. So a second launcher, or
-the same one after a lost answer, is told that the name is taken, recognises its run's tags, and adopts the job. Numbers of
-jobs that have ended are skipped. Several launchers at once waste nothing but calls: both end up with the same jobs.
+the same one after a lost answer, is told that the name is taken, recognises its run's tags, and adopts the job. Numbers
+of jobs that have ended are skipped. Several launchers at once waste only calls: they end up with the same jobs.
 """
 
 from __future__ import annotations
 
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from diloco.errors import ConfigurationError, DilocoError
@@ -23,10 +24,12 @@ if TYPE_CHECKING:
     from diloco.executors.sagemaker_clients import Clients
     from diloco.executors.sagemaker_request import JobSettings
 
-RATE = 4.0
+RATE = 4.5
 """CreateTrainingJob calls a second. SageMaker publishes no figure; 5 is what accounts see."""
 SETTLE_SECONDS = 120.0
 """How long a refusal that may pass by itself is tried again."""
+AT_ONCE = 4
+"""Calls at the same time, but for creations, which are serial."""
 STOP_SECONDS = 240.0
 """How long a job may take to stop: SageMaker itself waits 120 s for the container, and then uploads."""
 
@@ -108,12 +111,18 @@ class Submitter:
         """Stop jobs and wait for their end; those that have ended, or are not there, are ignored. Returns those that
         still run.
         """
-        left = [name for name in dict.fromkeys(names) if self._ask_to_stop(name)]
+        left = list(dict.fromkeys(names))
+        if not left:
+            return []
         deadline = time.monotonic() + self._stop_seconds
-        while left and time.monotonic() < deadline:
-            left = [name for name in left if not self._is_over(name)]
-            if left:
-                time.sleep(self._look_every)
+        with ThreadPoolExecutor(min(AT_ONCE, len(left))) as pool:
+            asked = list(pool.map(self._ask_to_stop, left))
+            left = [name for name, running in zip(left, asked, strict=True) if running]
+            while left and time.monotonic() < deadline:
+                over = list(pool.map(self._is_over, left))
+                left = [name for name, ended in zip(left, over, strict=True) if not ended]
+                if left:
+                    time.sleep(self._look_every)
         return left
 
     def describe(self, name: str) -> dict[str, Any] | None:
