@@ -3,7 +3,7 @@
 The contract: `--rendezvous`, `--world-size`, `--rank`, `--trainer-module`, `--trainer-fn`, `--trainer-kwargs-json`,
 `--exchange-json`. What is not on the command line comes from the environment: `RENDEZVOUS_URI`, `WORLD_SIZE`,
 `REPLICA_RANK` (or `JOB_COMPLETION_INDEX`, which Kubernetes sets in an Indexed Job), `DILOCO_TRAINER_MODULE`,
-`DILOCO_TRAINER_FN`, `DILOCO_TRAINER_KWARGS_JSON`, `DILOCO_EXCHANGE_JSON`.
+`DILOCO_TRAINER_FN`, `DILOCO_TRAINER_KWARGS_JSON`, `DILOCO_EXCHANGE_JSON`. SageMaker's `train` may come first.
 
 It joins the run, imports the trainer, and calls `trainer_fn(manager=…, rank=…, world_size=…, **kwargs)`. Exit codes
 are those of :class:`diloco.errors.ExitCode`; the last line on stderr of a process that failed begins with `diloco:
@@ -111,6 +111,9 @@ class _Parser(argparse.ArgumentParser):
 def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> argparse.Namespace:
     """The contract's values; argv wins over the environment. Raises ConfigurationError that names every missing one."""
     parser = _Parser(prog="python -m diloco.replica_entrypoint", description="Run one replica of a run.")
+    parser.add_argument(
+        "command", nargs="?", choices=["train"], help="what SageMaker says to every training container; changes nothing"
+    )
     parser.add_argument("--rendezvous", default=environ.get("RENDEZVOUS_URI"))
     parser.add_argument("--world-size", type=int, default=None)
     parser.add_argument("--rank", type=int, default=None)

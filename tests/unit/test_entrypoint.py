@@ -121,6 +121,13 @@ def test_the_job_completion_index_is_the_rank_unless_one_is_given() -> None:
     assert parse(["--rank", "0"], indexed).rank == 0
 
 
+def test_sagemaker_says_train() -> None:
+    assert parse(["train"], ENV).rank == 3
+    assert parse(["train", "--rank", "1"], ENV).rank == 1
+    with pytest.raises(ConfigurationError, match="invalid choice: 'serve'"):
+        parse(["serve"], ENV)
+
+
 def test_every_missing_value_is_named() -> None:
     with pytest.raises(
         ConfigurationError,
