@@ -79,6 +79,19 @@ class Done:
             steps.append(Step(about["op"], about["type"], about["urn"].rsplit("::", 1)[1], diffs, about["urn"]))
         return steps
 
+    def of(self, op: str) -> set[str]:
+        """`type name` of everything that one operation was done to."""
+        return {f"{step.type.rpartition(':')[2]} {step.name}" for step in self.steps if step.op == op}
+
+    @property
+    def drift(self) -> dict[str, str]:
+        """After `refresh`: `type name` of all that is not as the state had it, and whether it changed or is gone."""
+        found = {}
+        for event in self.events:
+            if (about := event.get("resOutputsEvent", {}).get("metadata")) and about["op"] in {"update", "delete"}:
+                found[f"{about['type'].rpartition(':')[2]} {about['urn'].rpartition('::')[2]}"] = str(about["op"])
+        return found
+
     @property
     def changes(self) -> dict[str, int]:
         """How many resources by operation, as the engine's summary has it; without what stays the same."""
@@ -288,11 +301,13 @@ class Command:
 def _environment(folder: Path, more: Mapping[str, str]) -> dict[str, str]:
     kept = ("HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "NO_PROXY", "no_proxy")
     base = {name: os.environ[name] for name in kept if name in os.environ}
-    path = [str(PROVIDERS), str(Path(sys.executable).parent), path_with_engine()]
-    home = folder / "home"
-    if REAL_AWS_PLUGIN:
-        path = path[1:]
-        home = Path(os.environ.get("PULUMI_HOME", str(Path.home() / ".pulumi")))
+    plugins = folder / "plugins"
+    plugins.mkdir(exist_ok=True)
+    for plugin in PROVIDERS.glob("pulumi-resource-*"):
+        if not (REAL_AWS_PLUGIN and plugin.name == "pulumi-resource-aws"):
+            (plugins / plugin.name).symlink_to(plugin)
+    path = [str(plugins), str(Path(sys.executable).parent), path_with_engine()]
+    home = Path(os.environ.get("PULUMI_HOME", Path.home() / ".pulumi")) if REAL_AWS_PLUGIN else folder / "home"
     return base | {
         "PATH": os.pathsep.join(path),
         "PULUMI_HOME": str(home),

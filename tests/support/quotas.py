@@ -120,7 +120,6 @@ class QuotaServer:
 
     def _list_service_quotas(self, request: dict[str, Any]) -> dict[str, Any]:
         self._service(request)
-        # Only what AWS has a value for in this account is "applied"; SageMaker's defaults are listed here too.
         chosen = [quota for quota in self.quotas.values() if request.get("QuotaCode") in {None, quota.code}]
         return self._page(request, "Quotas", [self._told(quota, quota.value) for quota in chosen])
 
@@ -175,17 +174,15 @@ class QuotaServer:
         if handler is None or operation not in self._model.operation_names:
             raise QuotaError("UnknownOperationException", f"the stand-in has no operation {operation}")
         model = self._model.operation_model(operation)
-        report = ParamValidator().validate(request, model.input_shape)
-        if report.has_errors():
-            raise QuotaError("IllegalArgumentException", report.generate_report())
+        if problem := _malformed(request, model.input_shape):
+            raise QuotaError("IllegalArgumentException", problem)
         if self._authorise is not None and (reason := self._authorise(access_key, f"servicequotas:{operation}")):
             raise QuotaError("AccessDeniedException", reason)
         with self._lock:
             self.calls[operation] += 1
             answer = handler(request)
         # An answer that AWS could not give is a fault of the stand-in.
-        problems = ParamValidator().validate(answer, model.output_shape)
-        assert not problems.has_errors(), problems.generate_report()
+        assert not (problem := _malformed(answer, model.output_shape)), problem
         return answer
 
     def _service(self, request: dict[str, Any]) -> None:
@@ -237,7 +234,7 @@ class QuotaServer:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
-            def do_POST(self) -> None:  # noqa: N802 - http.server's name
+            def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 operation = self.headers.get("X-Amz-Target", "").rpartition(".")[2]
                 key = _KEY.search(self.headers.get("Authorization", ""))
@@ -259,6 +256,10 @@ class QuotaServer:
                 """Nothing."""
 
         return Handler
+
+
+def _malformed(values: dict[str, Any], shape: Any) -> str:
+    return str(ParamValidator().validate(values, shape).generate_report())
 
 
 def _decided(change: Change, status: str) -> None:
