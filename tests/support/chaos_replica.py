@@ -10,7 +10,7 @@ point where its predecessor died. Operations are read, create, write, write_file
 only if the object is there, a create only if it was this one that created.
 
 An act is `{"rank": 2, "round": 3, "do": "nan"}`, of a rank's first attempt only: `nan` makes the pseudo-gradient NaN,
-`flip` flips a bit of the global parameters after their digest was taken, `hold` waits in the round's first step until
+`flip` flips a bit of a global parameters after their digest was taken, `hold` waits in the round's first step until
 the object `until` is there, `fail` raises.
 """
 
@@ -64,9 +64,7 @@ def train(
         for step in outer.steps():
             if step == 0:
                 outer.report_evaluation(_loss(model, step, 0, width).item())
-            doing = [
-                act for act in acts if first_attempt and act["rank"] == rank and act["round"] * interval == step
-            ]
+            doing = [act for act in acts if first_attempt and act["rank"] == rank and act["round"] * interval == step]
             for act in doing:
                 _act(manager, act)
             loss = _loss(model, step, rank, width)
@@ -101,7 +99,7 @@ def _act(manager: ObjectStoreManager, act: dict[str, Any]) -> None:
         for state in states:
             manager.presence.call(replica.digest(state.index))
         parameter = next(iter(states[0].parameters.values()))
-        parameter.view(-1).view(torch.int32)[0] ^= 1
+        parameter.view(-1).view(torch.int32)[0] ^= 1 << 16
     elif act["do"] == "fail":
         raise ValueError(f"told to fail in round {act['round']}")
 
