@@ -1,9 +1,10 @@
 """What every backend runs in its container: `python -m diloco.replica_entrypoint`.
 
-The contract: `--rendezvous`, `--world-size`, `--rank`, `--trainer-module`, `--trainer-fn`, `--trainer-kwargs-json`,
-`--exchange-json`. What is not on the command line comes from the environment: `RENDEZVOUS_URI`, `WORLD_SIZE`,
-`REPLICA_RANK` (or `JOB_COMPLETION_INDEX`, which Kubernetes sets in an Indexed Job), `DILOCO_TRAINER_MODULE`,
-`DILOCO_TRAINER_FN`, `DILOCO_TRAINER_KWARGS_JSON`, `DILOCO_EXCHANGE_JSON`. SageMaker's `train` may come first.
+The contract: `--rendezvous`, `--world-size`, `--rank`, `--spec`, `--trainer-module`, `--trainer-fn`,
+`--trainer-kwargs-json`, `--exchange-json`. What is not on the command line comes from the environment:
+`RENDEZVOUS_URI`, `WORLD_SIZE`, `REPLICA_RANK` (or `JOB_COMPLETION_INDEX`, which Kubernetes sets in an Indexed Job),
+`DILOCO_SPEC`, `DILOCO_TRAINER_MODULE`, `DILOCO_TRAINER_FN`, `DILOCO_TRAINER_KWARGS_JSON`, `DILOCO_EXCHANGE_JSON`; what
+trainer there is and what it gets also from the launcher's `spec.json`, which `--spec` names. SageMaker's `train` may come first.
 
 It joins the run, imports the trainer, and calls `trainer_fn(manager=…, rank=…, world_size=…, **kwargs)`. Exit codes
 are those of :class:`diloco.errors.ExitCode`; the last line on stderr of a process that failed begins with `diloco:
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from pydantic import ValidationError
 
-from diloco.errors import ConfigurationError, DilocoError, ExitCode
+from diloco.errors import ConfigurationError, DilocoError, ExitCode, ObjectMissingError
 from diloco.exchange.settings import ExchangeSettings
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
         options = parse(argv, environ)
         exchange = _settings(options.exchange_json)
         kwargs = _object(options.trainer_kwargs_json, "--trainer-kwargs-json")
+        if options.spec is not None:
+            kwargs = follow_spec(options, kwargs)
         trainer = find_trainer(options.trainer_module, options.trainer_fn)
         from diloco.manager import ObjectStoreManager
 
@@ -117,11 +120,15 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> argparse.Na
     parser.add_argument("--rendezvous", default=environ.get("RENDEZVOUS_URI"))
     parser.add_argument("--world-size", type=int, default=None)
     parser.add_argument("--rank", type=int, default=None)
-    parser.add_argument("--trainer-module", default=environ.get("DILOCO_TRAINER_MODULE", DEFAULT_TRAINER[0]))
-    parser.add_argument("--trainer-fn", default=environ.get("DILOCO_TRAINER_FN", DEFAULT_TRAINER[1]))
+    parser.add_argument("--spec", default=environ.get("DILOCO_SPEC"), help="URI of the run's spec.json")
+    parser.add_argument("--trainer-module", default=environ.get("DILOCO_TRAINER_MODULE"))
+    parser.add_argument("--trainer-fn", default=environ.get("DILOCO_TRAINER_FN"))
     parser.add_argument("--trainer-kwargs-json", default=environ.get("DILOCO_TRAINER_KWARGS_JSON", "{}"))
     parser.add_argument("--exchange-json", default=environ.get("DILOCO_EXCHANGE_JSON", "{}"))
     options = parser.parse_args(argv)
+    if options.spec is None:
+        options.trainer_module = options.trainer_module or DEFAULT_TRAINER[0]
+        options.trainer_fn = options.trainer_fn or DEFAULT_TRAINER[1]
     if options.world_size is None:
         options.world_size = _number(environ, "WORLD_SIZE")
     if options.rank is None:
@@ -138,6 +145,37 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> argparse.Na
     if missing:
         raise ConfigurationError(f"missing: {', '.join(missing)}")
     return options
+
+
+def follow_spec(options: argparse.Namespace, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Take trainer and arguments from the launcher's `spec.json`, as far as nothing else names them: a backend's
+    command line may be too short for them. Returns the trainer's arguments.
+
+    Raises ConfigurationError if there is none, StoreError if it can't be read.
+    """
+    import asyncio
+
+    from diloco.exchange.clock import SystemClock
+    from diloco.exchange.retrying import RetryingStore
+    from diloco.exchange.store import open_store
+    from diloco.spec import SCHEDULE, SpecRecord
+
+    parent, _, key = options.spec.rpartition("/")
+
+    async def read() -> bytes:
+        store = RetryingStore(open_store(parent), SystemClock(), budget=ExchangeSettings().retry_for)
+        try:
+            return await store.read(key)
+        finally:
+            await store.close()
+
+    try:
+        spec = SpecRecord.from_json(asyncio.run(read()), key)
+    except ObjectMissingError:
+        raise ConfigurationError(f"--spec {options.spec}: no such object: it is the launcher's to write") from None
+    options.trainer_module = options.trainer_module or spec.trainer_module
+    options.trainer_fn = options.trainer_fn or spec.trainer_fn
+    return {**{name: getattr(spec, name) for name in SCHEDULE}, **spec.trainer_kwargs, **kwargs}
 
 
 def _number(environ: Mapping[str, str], *names: str) -> int | None:
