@@ -150,7 +150,8 @@ def _find_module(name: str) -> None:
     parts = name.split(".")
     for depth in range(1, len(parts) + 1):
         module = ".".join(parts[:depth])
-        found = PathFinder.find_spec(module, path) if path is not None else None
+        # By its last name only: a folder without __init__.py would else look for its parent among the imported modules.
+        found = PathFinder.find_spec(parts[depth - 1], path) if path is not None else None
         if found is None:
             raise ConfigurationError(
                 f"--trainer-module {name}: no module {module!r} in the working folder or among the installed packages;"

@@ -102,6 +102,8 @@ def test_what_may_change_on_resume(tmp_path: Path, changes: dict[str, Any], diff
         ("json", True),
         ("json.decoder", True),
         ("here", True),
+        ("folder.inner.trainer", True),  # no __init__.py
+        ("folder.inner.no", False),
         ("json.no", False),
         ("nowhere", False),
         ("here.sub", False),
@@ -110,7 +112,9 @@ def test_what_may_change_on_resume(tmp_path: Path, changes: dict[str, Any], diff
 def test_a_trainer_is_looked_for_but_not_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, known: bool
 ) -> None:
-    (tmp_path / "here.py").write_text("raise SystemExit('imported')")
+    (tmp_path / "folder" / "inner").mkdir(parents=True)
+    for name in ("here.py", "folder/inner/trainer.py"):
+        (tmp_path / name).write_text("raise SystemExit('imported')")
     monkeypatch.chdir(tmp_path)
     checked = settings(tmp_path, trainer_module=module)
     if known:
