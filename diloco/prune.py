@@ -86,13 +86,13 @@ async def prune_runs(
     *,
     delete: bool,
     storage_options: Mapping[str, Any] | None = None,
-    watch: float = WATCH,
+    watch: float | None = None,
     now: float | None = None,
 ) -> list[Verdict]:
     """Judge every run below `parent`, and with `delete` delete those whose verdict says so; sorted by run id.
 
-    `now` is the wall clock, in seconds since 1970. Raises ConfigurationError if a run that is named isn't there, and
-    what the store raises.
+    `watch` defaults to :data:`WATCH`; `now` is the wall clock, in seconds since 1970. Raises ConfigurationError if a
+    run that is named isn't there, and what the store raises.
     """
     clock = SystemClock()
     bare = open_store(parent, storage_options=storage_options)
@@ -105,6 +105,7 @@ async def prune_runs(
         chosen = {
             run_id: entries for run_id, entries in runs.items() if not selection.run_ids or run_id in selection.run_ids
         }
+        watch = WATCH if watch is None else watch
         verdicts = await _judge(store, chosen, selection, clock, watch, time.time() if now is None else now)
         if delete:
             for verdict in verdicts:
@@ -198,7 +199,7 @@ async def _alive(store: Store, run_ids: Sequence[str], clock: Clock, watch: floa
         return {}
     first = dict(zip(run_ids, await asyncio.gather(*(_beats(store, run_id) for run_id in run_ids)), strict=True))
     alive: dict[str, str] = {}
-    poll = Poll(clock, BEAT_EVERY, 2 * BEAT_EVERY, random.Random())
+    poll = Poll(clock, min(BEAT_EVERY, watch / 8), min(2 * BEAT_EVERY, watch / 4), random.Random())
     while poll.elapsed < watch and len(alive) < len(run_ids):
         await poll.pause()
         silent = [run_id for run_id in run_ids if run_id not in alive]

@@ -123,8 +123,12 @@ def _trusts_named(properties: Properties) -> Iterator[str]:
     for statement in _allows(properties.get("assumeRolePolicy")):
         if _is_anyone(statement.get("Principal")):
             yield f"{_name(statement)} lets everybody assume the role"
-        elif "Service" in (statement.get("Principal") or {}) and "aws:SourceAccount" not in json.dumps(statement.get("Condition")):
+        elif "Service" in (statement.get("Principal") or {}) and not _names_account(statement):
             yield f"{_name(statement)} trusts a service on behalf of every account: condition aws:SourceAccount"
+
+
+def _names_account(statement: Mapping[str, Any]) -> bool:
+    return "aws:SourceAccount" in json.dumps(statement.get("Condition") or {})
 
 
 def _no_star_action(properties: Properties) -> Iterator[str]:
