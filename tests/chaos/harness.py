@@ -27,6 +27,7 @@ from diloco.exchange.store import open_store, read_if_there
 from diloco.exchange.verify import verify
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
@@ -136,6 +137,7 @@ class Run:
     endpoint: str | None = None
     exchange: dict[str, Any] = field(default_factory=dict)
     processes: list[Process] = field(default_factory=list)
+    launchers: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         quick = {"timeout": 60, "poll_first": 0.005, "poll_most": 0.25, "beat_every": 0.2, "dead_after": 2.0}
@@ -224,9 +226,11 @@ class Run:
     def wait_for(self, key: str) -> bytes:
         """Wait until an object is there; its bytes."""
 
-
         def look() -> bytes | None:
-            alive = any(process.code is None for process in self.processes)  # looked at before the bucket
+            # Looked at before the bucket.
+            alive = any(process.code is None for process in self.processes) or any(
+                launcher.poll() is None for launcher in self.launchers
+            )
             found = self.read(key)
             assert found is not None or alive, f"{key} will not come: no process is left"
             return found

@@ -7,15 +7,14 @@ import os
 import secrets
 import socket
 import sys
-import urllib.error
-import urllib.request
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import boto3
 import pytest
 
 from diloco import guard
-from diloco.embedded import REGION, EmbeddedS3
+from diloco.embedded import BUCKET, REGION, EmbeddedS3
 from diloco.errors import ExitCode
 from tests.chaos.harness import Run, held, payload, until
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-BUCKET = "diloco"
+ROOT_KEY = "test"  # MiniStack's
 
 
 class CheckingS3(EmbeddedS3):
@@ -32,10 +31,10 @@ class CheckingS3(EmbeddedS3):
     def start(self) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+            self._port = probe.getsockname()[1]
         settings = {
             "BIND_HOST": "127.0.0.1",
-            "GATEWAY_PORT": str(port),
+            "GATEWAY_PORT": str(self._port),
             "SERVICES": "s3,iam,sts",
             "AUTH": "true",
             "IOT_MTLS_ENABLED": "0",
@@ -44,18 +43,14 @@ class CheckingS3(EmbeddedS3):
         }
         with self._log.open("ab") as output:
             self._server = guard.spawn([sys.executable, "-m", "ministack"], env=os.environ | settings, output=output)
-        self.endpoint_url = f"http://127.0.0.1:{port}"
+        self.endpoint_url = f"http://127.0.0.1:{self._port}"
         until(self._answers, "MiniStack")
         self.client("s3").create_bucket(Bucket=BUCKET)
 
     def _answers(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.endpoint_url}/_ministack/health", timeout=2):
-                return True
-        except urllib.error.HTTPError:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", self._port), timeout=2):
             return True
-        except OSError:
-            return False
+        return False
 
     def client(self, service: str) -> Any:
         """A client of the root user."""
@@ -63,8 +58,8 @@ class CheckingS3(EmbeddedS3):
             service,  # type: ignore[call-overload]  # any service
             endpoint_url=self.endpoint_url,
             region_name=REGION,
-            aws_access_key_id="test",
-            aws_secret_access_key="test",
+            aws_access_key_id=ROOT_KEY,
+            aws_secret_access_key=ROOT_KEY,
         )
 
 

@@ -11,8 +11,9 @@ import pytest
 
 from diloco.errors import ExitCode
 from diloco.exchange import codec, layout
+from diloco.exchange.layout import Member
 from diloco.exchange.records import Header, Manifest, new_nonce
-from tests.chaos.harness import KILLED, Member, Run, header, held, payload, stopped, until
+from tests.chaos.harness import KILLED, Run, header, held, payload, stopped, until
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from diloco.exchange import layout
-from tests.chaos.harness import KILLED, Member, Run, header, held, killed, payload, stopped, until
+from diloco.exchange.layout import Member
+from tests.chaos.harness import KILLED, Run, header, held, killed, payload, stopped, until
 from tests.support.faults import FaultProxy, Rule
 
 if TYPE_CHECKING:
@@ -152,9 +153,7 @@ def test_the_writer_of_the_model_killed_before_between_and_after_model_and_resul
         finish_with_restarts(run, 0, point)
 
 
-def test_the_writer_of_the_model_killed_during_the_upload_is_replaced(
-    new_run: NewRun, embedded_s3: EmbeddedS3
-) -> None:
+def test_the_writer_of_the_model_killed_during_the_upload_is_replaced(new_run: NewRun, embedded_s3: EmbeddedS3) -> None:
     """Nobody starts it again: the other one notices that it is dead, and writes the model."""
     upload = Rule("stall", "PUT", f"*/{layout.MODEL}/*")
     with FaultProxy(embedded_s3.endpoint_url, [upload]) as proxy:

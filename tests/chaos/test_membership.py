@@ -10,8 +10,9 @@ import pytest
 
 from diloco.errors import ExitCode
 from diloco.exchange import layout
+from diloco.exchange.layout import Member
 from diloco.exchange.rounds import ABSENT, LATE
-from tests.chaos.harness import Member, Run, header, held, payload, stopped
+from tests.chaos.harness import Run, header, held, payload, stopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable

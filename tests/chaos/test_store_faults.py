@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from diloco.errors import ExitCode
 from diloco.exchange import layout
-from tests.chaos.harness import Member, Run, header, held, payload, until
+from diloco.exchange.layout import Member
+from tests.chaos.harness import Run, header, held, payload, until
 from tests.support.faults import FaultProxy, Rule
 
 if TYPE_CHECKING:
@@ -39,9 +39,7 @@ def ends_well(run: Run, **trainer: Any) -> None:
 
 def meets(proxy: FaultProxy, run: Run, *faults: tuple[str, str, str], **more: Any) -> list[Rule]:
     """Faults as (fault, operation, key below the run)."""
-    return [
-        proxy.add(Rule(fault, operation, f"{run.run_id}/{key}", **more)) for fault, operation, key in faults
-    ]
+    return [proxy.add(Rule(fault, operation, f"{run.run_id}/{key}", **more)) for fault, operation, key in faults]
 
 
 def all_struck(rules: list[Rule]) -> None:
