@@ -5,6 +5,7 @@ The real base is 10 GB behind a registry; what the build relies on is the same: 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.metadata
 import platform
@@ -28,22 +29,31 @@ PACKAGES = ("ca-certificates", "libbz2-1.0", "libffi8", "libgomp1", "liblzma5", 
 STDLIB_LEFT_OUT = ("site-packages", "test", "idlelib", "lib2to3", "tkinter", "turtledemo", "ensurepip", "config-*")
 TORCH_LEFT_OUT = ("include", "test", "*.a", "protoc*")
 EVERYWHERE_LEFT_OUT = ("__pycache__", "*.pyc")
+INSTALLER = "the base image\n"
+"""Who has installed torch: a build that replaces it replaces this, too."""
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 
 
-def local_base(buildah: Buildah, *, torch: bool = True) -> str:
-    """Return the name of the base image in this storage, made at first use; without `torch` it is a base that can't do.
+def local_base(buildah: Buildah) -> str:
+    """Return the name of the base image in this storage; the first who asks makes it, in a minute or two.
 
     Raises ImageError if debootstrap or buildah fails.
     """
-    name = f"localhost/diloco-test-base:{_key(torch=torch)}"
-    if name in buildah("images", "--format", "{{.Name}}:{{.Tag}}").stdout.split():
-        return name
+    name = f"localhost/diloco-test-base:{_key()}"
+    buildah.storage.mkdir(parents=True, exist_ok=True)
+    with (buildah.storage / "base.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if name not in buildah("images", "--format", "{{.Name}}:{{.Tag}}").stdout.split():
+            _make(buildah, name)
+    return name
+
+
+def _make(buildah: Buildah, name: str) -> None:
     with tempfile.TemporaryDirectory(prefix="base-", dir=buildah.storage) as folder:
         root = Path(folder) / "root"
         _debian(root)
         _python(root / PREFIX)
-        _packages(root / PREFIX, torch=torch)
+        _packages(root / PREFIX)
         shutil.copyfile(CERTIFICATES, root / CERTIFICATES.relative_to("/"))
         container = buildah("from", "scratch").stdout.strip()
         try:
@@ -52,12 +62,11 @@ def local_base(buildah: Buildah, *, torch: bool = True) -> str:
             buildah("commit", "--timestamp", str(EPOCH), "--quiet", container, name)
         finally:
             buildah("rm", container)
-    return name
 
 
-def _key(*, torch: bool) -> str:
+def _key() -> str:
     """Change with whatever the image is made of."""
-    parts = [Path(__file__).read_text(), platform.python_version(), str(torch)]
+    parts = [Path(__file__).read_text(), platform.python_version()]
     parts += [importlib.metadata.version(name) for name in ("torch", "pip", "setuptools")]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
@@ -101,10 +110,10 @@ def _python(prefix: Path) -> None:
     subprocess.run(["ldconfig", "-r", str(root)], check=True)
 
 
-def _packages(prefix: Path, *, torch: bool) -> None:
+def _packages(prefix: Path) -> None:
     here = Path(sysconfig.get_path("purelib"))
     there = prefix / "lib" / here.parent.name / "site-packages"
-    for name in _closure("torch") if torch else ("pip", "setuptools"):
+    for name in ("pip", *_closure("torch")):
         distribution = importlib.metadata.distribution(name)
         tops = {Path(str(file)).parts[0] for file in distribution.files or () if ".." not in Path(str(file)).parts}
         for top in tops - {"__pycache__"}:
@@ -113,6 +122,7 @@ def _packages(prefix: Path, *, torch: bool) -> None:
                 shutil.copytree(here / top, there / top, ignore=shutil.ignore_patterns(*left_out), dirs_exist_ok=True)
             else:
                 shutil.copy(here / top, there / top)
+    next(there.glob("torch-*.dist-info")).joinpath("INSTALLER").write_text(INSTALLER)
     script = prefix / "bin" / "pip"
     script.write_text(
         f"#!/{PREFIX}/bin/python\nimport sys\nfrom pip._internal.cli.main import main\nsys.exit(main())\n"
@@ -121,10 +131,9 @@ def _packages(prefix: Path, *, torch: bool) -> None:
 
 
 def _closure(name: str) -> Iterator[str]:
-    """pip, and a distribution with all that it requires here."""
+    """A distribution and all that it requires here."""
     from packaging.requirements import Requirement
 
-    yield "pip"
     seen, waiting = set(), [name]
     while waiting:
         name = waiting.pop()

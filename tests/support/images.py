@@ -1,12 +1,13 @@
-"""Container images without Docker: buildah in a storage folder of its own, unprivileged isolation, the host's network.
+"""Container images without Docker: buildah in a storage folder of its own, in chroots, on the host's network.
 
-`buildah run` ignores ENTRYPOINT, working folder aside; :meth:`Buildah.run` prepends it as a container engine does.
+`buildah run` ignores ENTRYPOINT; :meth:`Container.run` prepends it as a container engine does.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import subprocess
 import tempfile
@@ -42,7 +43,6 @@ class Buildah:
             [
                 "buildah",
                 *("--root", str(self.storage / "root"), "--runroot", str(self.storage / "run")),
-                *("--storage-driver", "vfs"),
                 *arguments,
             ],
             capture_output=True,
@@ -167,11 +167,13 @@ def build_and_push(
     Returns the manifest's digest, `sha256:…`, which is the same for the same inputs. Raises ImageError.
     """
     buildah = Buildah(storage)
-    image = buildah.build(context, dockerfile=dockerfile, build_args=build_args, target=target)
+    # A name of its own, so that another image with the same content, thus the same id, is not removed with it.
+    name = f"localhost/build:{secrets.token_hex(8)}"
+    buildah.build(context, dockerfile=dockerfile, build_args=build_args, target=target, tag=name)
     try:
-        return buildah.push(image, reference)
+        return buildah.push(name, reference)
     finally:
-        buildah.remove(image)
+        buildah("rmi", name)
 
 
 def available() -> bool:
