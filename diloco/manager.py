@@ -24,6 +24,7 @@ from diloco.exchange import ending, inner
 from diloco.exchange.replica import Replica, Turn
 from diloco.exchange.settings import ExchangeSettings
 from diloco.exchange.store import open_store
+from diloco.follower import Follower
 from diloco.presence import Presence
 from diloco.progress import finite
 from diloco.work import InBackground, RoundWork, in_place, synchronize
@@ -120,6 +121,7 @@ class ObjectStoreManager:
         """The turn whose outcome torchft is applying."""
         self._tokens: list[int] = []
         self._steps: list[int] = []
+        self._follower: Follower | None = None
         self._writing: Future[None] | None = None
 
     @property
@@ -142,11 +144,9 @@ class ObjectStoreManager:
         self._model = model
         synchronize()
         inner = self.presence.call(self._enter(model))
-        model.load_globals()
+        self._take_over_globals()
         if inner is not None:
             model.load_inner(inner)
-        self._forget_work()
-        self._note_step()
         self.progress.start_training()
 
     async def _enter(self, model: Attached) -> dict[str, torch.Tensor] | None:
@@ -162,6 +162,7 @@ class ObjectStoreManager:
             self._start_digest,
         )
         presence.context = self._replica.context
+        self._follower = Follower(presence, self._replica)
         model.run = self._replica.context.run
         return await inner.load(self._replica.context, self._replica.round)
 
@@ -192,12 +193,12 @@ class ObjectStoreManager:
         model, replica = self._attached(), self._in_run()
         model.check_buffers()
         head, self._head = self._head, None
+        if self._follower is not None:
+            self._follower.stop()
         turn = self.presence.call(replica.quorum(self.presence.wait(head) if head is not None else None))
         self._round = _Round(turn) if turn is not None else None
         if turn is None or turn.abstain is not None:
-            model.load_globals()
-            self._forget_work()
-            self._note_step()
+            self._take_over_globals()
 
     def current_step(self) -> int:
         """The round: constant between its `start_quorum` and its `should_commit`."""
@@ -255,6 +256,8 @@ class ObjectStoreManager:
         model, replica = self._attached(), self._in_run()
         synchronize()
         snapshot = replica.applied(turn)
+        if self._follower is not None:
+            self._follower.settled(turn)
         self._note_step()
         if turn.outcome is not None:
             self.progress.rounds_applied += turn.averaged
@@ -288,6 +291,23 @@ class ObjectStoreManager:
         except (StoreError, CorruptObjectError) as problem:
             # The run goes on: the next checkpoint is another chance, and the ones before it are whole.
             logger.warning("%s: checkpoint %d was not written: %s", replica.context.member, round_, problem)
+
+    def align(self) -> int | None:
+        """Between two inner steps: the local step to go on from if this replica is behind the others, else None."""
+        model, replica = self._attached(), self._in_run()
+        if self._follower is None or self._local_step + 1 >= model.prepare_step:
+            return None
+        found = self._follower.look()
+        if found == "committed":
+            self.presence.call(replica.catch_up())
+            self._local_step = 0
+            self._take_over_globals()
+        elif found == "closing":
+            self._local_step = model.prepare_step - 1
+            self._note_step()
+        else:
+            return None
+        return self._local_step
 
     # ---- what the trainer tells, and the end
 
@@ -375,6 +395,12 @@ class ObjectStoreManager:
         if self._replica is None:
             raise RuntimeError("no model is attached: call make_diloco_outer_loop first")
         return self._replica
+
+    def _take_over_globals(self) -> None:
+        """Set all parameters to the global ones."""
+        self._attached().load_globals()
+        self._forget_work()
+        self._note_step()
 
     def _forget_work(self) -> None:
         """All parameters are the global ones: nothing is behind any fragment's next contribution."""

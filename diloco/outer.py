@@ -107,13 +107,17 @@ class OuterLoop:
         self._diloco.__exit__(kind, problem, trace)
 
     def steps(self) -> Iterator[int]:
-        """The global inner step to make next, until the last: starts where the run is, and jumps after a catch-up.
+        """The global inner step to make next, until the last: starts where the run is, and jumps after a catch-up or
+        where this replica is behind the others.
 
         Data order and learning rate must be functions of it. Raises DilocoError if the inner optimizer is not stepped.
         """
         idle, before = 0, -1
         while True:
             self._manager.after_apply()
+            local_step = self._manager.align()
+            if local_step is not None:
+                self._diloco._local_step = local_step
             step = self._manager.inner_step
             if step >= self._steps:
                 return

@@ -13,10 +13,10 @@ from __future__ import annotations
 import logging
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from diloco.errors import CorruptRoundError, DivergedError, ObjectMissingError
-from diloco.exchange import checkpoint, ending, membership, pruning, rounds
+from diloco.exchange import checkpoint, ending, layout, membership, pruning, rounds
 from diloco.exchange.allreduce import Fragment, ObjectStoreAllReduce
 from diloco.exchange.context import Context
 from diloco.exchange.rota import Rota
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from diloco.exchange.store import Store
 
 logger = logging.getLogger(__name__)
+
+RoundState = Literal["open", "closing", "committed"]
+"""closing: so many of the others have their header there that they may be waiting for this replica alone."""
 
 MOST_RESTARTS = 2
 """So many times in a row a catch-up may find its data pruned before it gives up."""
@@ -89,7 +92,7 @@ class Replica:
         self._rota = Rota(context.settings.checkpoint_every, context.run.rounds)
         self._lost = False
         self._reloaded = False
-        """Whether the last catch-up began at a checkpoint, not at this replica's own state."""
+        """Whether its state comes from a checkpoint, with no round applied since but those replayed."""
 
     @classmethod
     async def enter(
@@ -123,6 +126,24 @@ class Replica:
         """Whether a round has its record."""
         return await checkpoint.read_commit(self.context.store, round_) is not None
 
+    async def round_state(self) -> RoundState:
+        """Where the others are in the round that comes next: for a replica that is behind them."""
+        run = self.context.run
+        if self.round >= run.rounds:
+            return "open"
+        if await self.is_committed(self.round):
+            return "committed"
+        found = [layout.parse_member(entry.key) for entry in await self.context.store.list(layout.headers(self.round))]
+        others = {member.rank for member in found if member is not None} - {self.context.member.rank}
+        needed = run.world_size if run.policy == "strict" else run.min_replicas
+        return "closing" if len(others) >= max(needed - 1, 1) else "open"
+
+    async def catch_up(self) -> None:
+        """Go on from the newest committed round. Between two rounds or in the midst of one, before its pseudo-gradient
+        is taken: then nothing of the round has begun, and this replica contributes to the next one as usual.
+        """
+        await self._catch_up(from_checkpoint=self._lost)
+
     async def quorum(self, committed: bool | None = None) -> Turn | None:
         """Before a pseudo-gradient is taken: the turn that begins, or None past the last round.
 
@@ -133,7 +154,7 @@ class Replica:
             return None
         abstain = None
         if self._lost or (await self.is_committed(self.round) if committed is None else committed):
-            await self._catch_up(from_checkpoint=self._lost)
+            await self.catch_up()
             abstain = rounds.CAUGHT_UP
         if self.round >= self.context.run.rounds:
             return None
@@ -160,8 +181,8 @@ class Replica:
             self._lose(turn, problem)
 
     def _lose(self, turn: Turn, problem: CorruptRoundError | DivergedError | ObjectMissingError) -> None:
-        if isinstance(problem, DivergedError) and turn.abstain is not None and self._reloaded:
-            # It has just caught up from a checkpoint, and still differs: it would go on doing so.
+        if isinstance(problem, DivergedError) and self._reloaded:
+            # It has caught up from a checkpoint, and still differs: it would go on doing so.
             raise problem
         if isinstance(problem, CorruptRoundError) and self.context.run.policy == "strict":
             raise problem
@@ -177,6 +198,7 @@ class Replica:
         if turn.outcome is None:
             return None
         commit = turn.outcome.commit
+        self._reloaded = False
         if turn.averaged:
             state = self.states[turn.fragment]
             state.last_round = turn.round

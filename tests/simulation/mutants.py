@@ -277,7 +277,7 @@ MUTANTS = (
     Mutant(
         "a diverged replica ends instead of catching up",
         "a replica whose digest differs catches up from a checkpoint",
-        (Edit(REPLICA, "_lose", (" and turn.abstain is not None", "")),),
+        (Edit(REPLICA, "_lose", (" and self._reloaded", "")),),
         "wrong_writer",
     ),
     Mutant(

@@ -210,8 +210,16 @@ class Process:
             if replica.round >= scenario.rounds:
                 break
             asks = self.random.random() < 0.5
+            inner_steps = self._inner_steps(replica.round) / 2
+            await simulation.sleep(inner_steps)
+            others = await self._call(replica.round_state()) if asks else "open"
+            if others == "committed":
+                await self._call(replica.catch_up())
+                simulation.oracle.holds(self, replica.states, replica.round, "has caught up")
+                continue
             head = self.spawn(replica.is_committed(replica.round), "head") if asks else None
-            await simulation.sleep(self._inner_steps(replica.round))
+            if others == "open":
+                await simulation.sleep(inner_steps)
             self.turn_began, before = simulation.steps, replica.round
             turn = await self._call(replica.quorum(await head.ended() if head is not None else None))
             if turn is None or turn.abstain is not None or replica.round != before:

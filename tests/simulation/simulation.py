@@ -55,10 +55,10 @@ class Step(Task[Any]):
         self.process = process
         self.next: tuple[str, str] | None = None
         """The store operation it is about to make."""
-        self.listed_while_ending = False
-        """Whether the run's end had begun, and its result was missing, when it looked for checkpoints to prune by."""
-        self.prunes = False
-        """Whether it has begun to look for what to delete."""
+        self.listed_while_ending: bool | None = None
+        """Whether the run's end had begun, and its result was missing, when it looked for checkpoints to prune by.
+        None before that.
+        """
 
 
 @dataclass

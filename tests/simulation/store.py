@@ -92,10 +92,9 @@ class FaultyStore(WrappedStore):
 
     async def _list(self, prefix: str) -> list[Entry]:
         await self._step("list", prefix)
-        kind, task = kind_of(prefix), self._process.simulation.current
-        if kind == "rounds" and task is not None:
-            task.prunes = True
-        if kind == "checkpoints" and task is not None and not task.prunes:
+        task = self._process.simulation.current
+        if kind_of(prefix) == "checkpoints" and task is not None and task.listed_while_ending is None:
+            # The manifests by which it prunes; what it lists later is what it deletes.
             task.listed_while_ending = self._process.simulation.oracle.ending
         return await self.inner._list(prefix)
 
