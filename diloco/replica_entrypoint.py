@@ -4,7 +4,8 @@ The contract: `--rendezvous`, `--world-size`, `--rank`, `--spec`, `--trainer-mod
 `--trainer-kwargs-json`, `--exchange-json`. What is not on the command line comes from the environment:
 `RENDEZVOUS_URI`, `WORLD_SIZE`, `REPLICA_RANK` (or `JOB_COMPLETION_INDEX`, which Kubernetes sets in an Indexed Job),
 `DILOCO_SPEC`, `DILOCO_TRAINER_MODULE`, `DILOCO_TRAINER_FN`, `DILOCO_TRAINER_KWARGS_JSON`, `DILOCO_EXCHANGE_JSON`; what
-trainer there is and what it gets also from the launcher's `spec.json`, which `--spec` names. SageMaker's `train` may come first.
+trainer there is and what it gets also from the launcher's `spec.json`, which `--spec` names. SageMaker's `train` may
+come first.
 
 It joins the run, imports the trainer, and calls `trainer_fn(manager=…, rank=…, world_size=…, **kwargs)`. Exit codes
 are those of :class:`diloco.errors.ExitCode`; the last line on stderr of a process that failed begins with `diloco:
@@ -158,7 +159,7 @@ def follow_spec(options: argparse.Namespace, kwargs: Mapping[str, Any]) -> dict[
     from diloco.exchange.clock import SystemClock
     from diloco.exchange.retrying import RetryingStore
     from diloco.exchange.store import open_store
-    from diloco.spec import SCHEDULE, SpecRecord
+    from diloco.spec_record import SCHEDULE, SpecRecord
 
     parent, _, key = options.spec.rpartition("/")
 

@@ -8,23 +8,17 @@ started again with the same settings: the run resumes, or reports its result.
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
 
-from diloco.errors import ConfigurationError, DilocoError, ExitCode
-from diloco.exchange import layout
-from diloco.exchange.clock import SystemClock
+from diloco.errors import DilocoError, ExitCode
 from diloco.exchange.launchers import BEAT_EVERY, DEAD_AFTER, claim_launcher
-from diloco.exchange.retrying import RetryingStore
-from diloco.exchange.store import check_store, open_store, read_if_there
+from diloco.exchange.store import open_store
 from diloco.executors.base import ReplicaResult
+from diloco.preflight import begin, check_launch, has_result
 from diloco.report import ReplicaLine, RunReport, read_report
-from diloco.spec import claim_spec
 from diloco.status import ReplicaStatus, RunStatus, claimed_members, newest_claim, read_beats
 from diloco.supervisor import Backoff, Supervisor
 
@@ -34,7 +28,6 @@ if TYPE_CHECKING:
     from diloco.exchange.launchers import Launcher
     from diloco.exchange.layout import Member
     from diloco.exchange.records import Beat
-    from diloco.exchange.store import Store
     from diloco.executors.base import ReplicaHandle, ReplicaSpec, ServerlessExecutor
     from diloco.spec import RunSettings
 
@@ -70,6 +63,7 @@ def make_diloco_run(
     takeover: bool = False,
     on_status: Callable[[RunStatus], None] | None = None,
     on_note: Callable[[str], None] | None = None,
+    stop_when: Callable[[], str | None] | None = None,
     pace: Pace | None = None,
 ) -> RunReport:
     """Run to the end and report; :func:`run_replicas` for callers without an event loop."""
@@ -81,6 +75,7 @@ def make_diloco_run(
             takeover=takeover,
             on_status=on_status,
             on_note=on_note,
+            stop_when=stop_when,
             pace=pace,
         )
     )
@@ -94,87 +89,34 @@ async def run_replicas(
     takeover: bool = False,
     on_status: Callable[[RunStatus], None] | None = None,
     on_note: Callable[[str], None] | None = None,
+    stop_when: Callable[[], str | None] | None = None,
     pace: Pace | None = None,
 ) -> RunReport:
     """Check everything, launch the replicas, supervise them to their end, and report from the bucket.
 
     `takeover` replaces another launcher of this run without waiting for its end. `on_status` is called about once a
-    second and whenever a replica has ended, `on_note` with lines for people about the launch itself. A run that has its
-    result already is reported at once. Cancelling the task stops the replicas. Raises DilocoError for what is wrong
-    before they start; later failures are in the report.
+    second and whenever a replica has ended, `on_note` with lines for people about the launch itself; `stop_when` says
+    why the run must end now, if it must (it is asked after each look at the replicas). A run that has its result is
+    reported at once. Cancelling the task stops the replicas. Raises DilocoError for what is wrong before they start;
+    later failures are in the report.
     """
     started = time.monotonic()
     pace = pace or PACE
-    preflight(settings)
+    check_launch(executor, settings)
     store = open_store(settings.uri, storage_options=storage_options)
     try:
-        await check_store(store)
-        store = RetryingStore(store, SystemClock(), budget=settings.exchange.retry_for)
-        await _check_output(settings, storage_options)
-        await claim_spec(store, settings)
-        if await _has_result(store):
+        store = await begin(store, settings, storage_options)
+        if await has_result(store):
             return await read_report(store, settings, wall_seconds=time.monotonic() - started)
         launcher = await claim_launcher(
             store, takeover=takeover, dead_after=pace.dead_after, beat_every=pace.beats, on_wait=on_note
         )
         if on_note is not None:
             on_note(f"run {settings.run_id}: {settings.uri}")
-        launch = _Launch(executor, settings, launcher, on_status, started, pace)
+        launch = _Launch(executor, settings, launcher, on_status, stop_when, started, pace)
         return await launch.run()
     finally:
         await store.close()
-
-
-def preflight(settings: RunSettings) -> None:
-    """Raise ConfigurationError for what is known to fail before anything is written or started."""
-    settings.check()
-    if settings.default_trainer:
-        from diloco.training.config import TrainConfig
-        from diloco.training.config import preflight as check_training
-
-        check_training(
-            TrainConfig.from_kwargs(settings.trainer_kwargs),
-            steps=settings.steps,
-            sync_every=settings.sync_every,
-            fragments=settings.fragments,
-            sync_delay=settings.sync_delay,
-            world_size=settings.replicas,
-        )
-    else:
-        _find_module(settings.trainer_module)
-
-
-def _find_module(name: str) -> None:
-    """Look for a trainer's module where a replica will, the working folder first, without importing it."""
-    path: Sequence[str] | None = [os.getcwd(), *sys.path]  # noqa: PTH109 - an import path's entries are strings
-    parts = name.split(".")
-    for depth in range(1, len(parts) + 1):
-        module = ".".join(parts[:depth])
-        # By its last name only: a folder without __init__.py would else look for its parent among the imported modules.
-        found = PathFinder.find_spec(parts[depth - 1], path) if path is not None else None
-        if found is None:
-            raise ConfigurationError(
-                f"--trainer-module {name}: no module {module!r} in the working folder or among the installed packages;"
-                " check its name, or add its folder to PYTHONPATH"
-            )
-        path = found.submodule_search_locations
-
-
-async def _check_output(settings: RunSettings, storage_options: Mapping[str, Any] | None) -> None:
-    """Find out now, not after the training, that the model can't be written."""
-    uri = settings.output_uri
-    if uri is None:
-        return
-    store = open_store(uri, storage_options=storage_options)
-    try:
-        await check_store(store)
-        store = RetryingStore(store, SystemClock(), budget=settings.exchange.retry_for)
-    finally:
-        await store.close()
-
-
-async def _has_result(store: Store) -> bool:
-    return await read_if_there(store, layout.RESULT) is not None
 
 
 class _Launch:
@@ -186,6 +128,7 @@ class _Launch:
         settings: RunSettings,
         launcher: Launcher,
         on_status: Callable[[RunStatus], None] | None,
+        stop_when: Callable[[], str | None] | None,
         started: float,
         pace: Pace,
     ) -> None:
@@ -194,6 +137,7 @@ class _Launch:
         self._launcher = launcher
         self._store = launcher.store
         self._on_status = on_status
+        self._stop_when = stop_when
         self._started = started
         self._pace = pace
         self._specs = settings.replica_specs(launcher=launcher.record.nonce)
@@ -261,8 +205,8 @@ class _Launch:
             if self._launcher.successor is not None:
                 return f"{self._launcher.successor} took this run over: this launcher stopped its own replicas"
             if not self._over:
-                failure = self._supervisor.failure()
-                if failure is not None:
+                failure = self._supervisor.failure() or (self._stop_when and self._stop_when())
+                if failure:
                     return failure
                 for rank in due:
                     await self._relaunch(rank)
@@ -335,7 +279,7 @@ class _Launch:
     async def _relaunch(self, rank: int) -> None:
         if rank in self._beats:
             self._outdated[rank] = self._beats[rank].attempt
-        self._supervisor.relaunched(rank)
+        self._supervisor.relaunched(rank, time.monotonic())
         try:
             [self._handles[rank]] = await self._start([spec for spec in self._specs if spec.rank == rank])
         except DilocoError as problem:
@@ -349,7 +293,7 @@ class _Launch:
         """Once the result is there, the others end by themselves, and how they end changes nothing."""
         if not self._over:
             with suppress(DilocoError):
-                self._over = await _has_result(self._store)
+                self._over = await has_result(self._store)
 
     async def _watch(self) -> None:
         while True:

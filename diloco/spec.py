@@ -11,10 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from diloco.errors import ConfigurationError, RunMismatchError
 from diloco.exchange import layout
-from diloco.exchange.records import OnceRecord
 from diloco.exchange.settings import ExchangeSettings
 from diloco.exchange.store import create_once, read_if_there
 from diloco.executors.base import ReplicaSpec
+from diloco.spec_record import SCHEDULE, SpecRecord
 
 if TYPE_CHECKING:
     from diloco.exchange.store import Store
@@ -23,9 +23,6 @@ DEFAULT_TRAINER = ("diloco.training", "diloco_train")
 
 LAUNCHER_VARIABLE = "DILOCO_LAUNCHER"
 """Tells a replica the nonce of its launcher, for its claim."""
-
-SCHEDULE = ("steps", "sync_every", "fragments", "sync_delay", "seed")
-"""Settings that every trainer gets as keyword arguments."""
 
 _RESERVED = {name: f"use --{name.replace('_', '-')}" for name in SCHEDULE}
 _RESERVED |= dict.fromkeys(("manager", "rank", "world_size"), "every trainer gets it anyway")
@@ -190,50 +187,15 @@ class RunSettings(BaseModel):
         return problems
 
 
-class SpecRecord(OnceRecord):
-    """`spec.json`, created once by the launcher: what must be the same whenever the run is resumed."""
-
-    run_id: str
-    replicas: int
-    steps: int
-    sync_every: int
-    fragments: int
-    sync_delay: int
-    seed: int
-    policy: Literal["strict", "skip"]
-    min_replicas: int
-    codec: str
-    trainer_module: str
-    trainer_fn: str
-    trainer_kwargs: dict[str, Any]
-
-    @classmethod
-    def of(cls, settings: RunSettings) -> SpecRecord:
-        """Return the settings that may not change: all but where logs and the model go, and the waiting times."""
-        same = settings.model_dump(mode="json", include=set(cls.model_fields))
-        return cls(
-            **same,
-            policy=settings.policy,
-            min_replicas=settings.min_replicas,
-            codec=settings.exchange.codec,
-        )
-
-    def first_difference(self, other: SpecRecord) -> tuple[str, Any, Any] | None:
-        """Return the first setting that differs, by its option's name, with the other's value and mine."""
-        for name in type(self).model_fields:
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if name in ("nonce", "format") or mine == theirs:
-                continue
-            if name != "trainer_kwargs":
-                return f"--{name.replace('_', '-')}", theirs, mine
-            for key in sorted({*mine, *theirs}):
-                if mine.get(key) != theirs.get(key):
-                    return (
-                        f"--{key}" if key in ("model", "data") else f"trainer argument {key}",
-                        theirs.get(key),
-                        mine.get(key),
-                    )
-        return None
+def spec_record(settings: RunSettings) -> SpecRecord:
+    """Return the settings that may not change: all but where logs and the model go, and the waiting times."""
+    same = settings.model_dump(mode="json", include=set(SpecRecord.model_fields))
+    return SpecRecord(
+        **same,
+        policy=settings.policy,
+        min_replicas=settings.min_replicas,
+        codec=settings.exchange.codec,
+    )
 
 
 async def claim_spec(store: Store, settings: RunSettings) -> None:
@@ -241,7 +203,7 @@ async def claim_spec(store: Store, settings: RunSettings) -> None:
 
     One of a run that no replica has begun is replaced.
     """
-    mine = SpecRecord.of(settings)
+    mine = spec_record(settings)
     created, stored = await create_once(store, layout.SPEC, mine)
     if created:
         return

@@ -217,7 +217,7 @@ class _LocalLaunch:
     def run(self) -> int:
         """Run it and return the exit code."""
         from diloco.local_run import check_packages
-        from diloco.run import preflight
+        from diloco.preflight import preflight
 
         preflight(self._settings)
         check_packages()

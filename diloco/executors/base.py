@@ -70,6 +70,9 @@ class ServerlessExecutor(Protocol):
     def supports_inter_replica_network(self) -> bool:
         """Whether replicas could reach each other; the exchange never uses it."""
 
+    def check(self, specs: Sequence[ReplicaSpec]) -> None:
+        """Raise one ConfigurationError that lists all that the backend would refuse; asks and writes nothing."""
+
     def launch_replicas(self, specs: Sequence[ReplicaSpec]) -> list[ReplicaHandle]:
         """Start all, or none: if one can't be started, those already started are stopped before the error is raised.
 

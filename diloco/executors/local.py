@@ -67,6 +67,9 @@ class LocalProcessExecutor:
         self._processes: dict[str, _Process] = {}
         self._together = 1
 
+    def check(self, specs: Sequence[ReplicaSpec]) -> None:
+        """This machine refuses nothing that the settings allow."""
+
     def launch_replicas(self, specs: Sequence[ReplicaSpec]) -> list[ReplicaHandle]:
         """Start all, or none. Raises DilocoError naming the rank that could not be started."""
         handles: list[ReplicaHandle] = []

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from diloco.executors.base import ReplicaSpec
-    from diloco.stack import StackOutputs
 
 ENTRYPOINT = "/usr/local/bin/diloco-replica"
 """The start script of the image (container/Dockerfile)."""
@@ -77,24 +76,6 @@ class JobSettings:
     """How often SageMaker itself starts a job again that an internal error of its ended."""
     uses_all_gpus: bool = False
     """Whether the trainer says that it uses every GPU of its instance."""
-
-    @classmethod
-    def of_stack(cls, outputs: StackOutputs, run_id: str, **options: Any) -> Self:
-        """Settings of a run in the environment that a stack describes."""
-        return cls(
-            run_id=run_id,
-            region=outputs.region,
-            account=outputs.account,
-            image_uri=outputs.image_uri,
-            role_arn=outputs.sagemaker_role_arn,
-            output_uri=outputs.output_uri,
-            prefix=outputs.job_name_prefix,
-            kms_key_arn=outputs.kms_key_arn,
-            subnet_ids=tuple(outputs.subnet_ids),
-            security_group_ids=tuple(outputs.security_group_ids),
-            tags=dict(outputs.tags),
-            **options,
-        )
 
     @property
     def name_prefix(self) -> str:

@@ -11,8 +11,9 @@ import pytest
 
 from diloco.errors import ConfigurationError, RunMismatchError, StoreError
 from diloco.exchange import layout
-from diloco.run import preflight, run_replicas
-from diloco.spec import SpecRecord, new_run_id
+from diloco.preflight import preflight
+from diloco.run import run_replicas
+from diloco.spec import new_run_id, spec_record
 from tests.support.standin_replica import executor, run, settings
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def test_replicas_get_the_schedule_and_the_output(tmp_path: Path) -> None:
     ],
 )
 def test_what_may_change_on_resume(tmp_path: Path, changes: dict[str, Any], difference: object) -> None:
-    before, now = SpecRecord.of(settings(tmp_path)), SpecRecord.of(settings(tmp_path, **changes))
+    before, now = spec_record(settings(tmp_path)), spec_record(settings(tmp_path, **changes))
     assert now.first_difference(before) == difference
 
 
