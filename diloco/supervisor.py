@@ -33,13 +33,17 @@ _HOPELESS = (ExitCode.BAD_CONFIGURATION, ExitCode.USAGE)
 
 @dataclass(frozen=True)
 class Backoff:
-    """Seconds before a restart: `first`, doubled each time, at most `most`, up to a quarter less by chance."""
+    """Seconds before a restart: `first`, doubled each time, at most `most`, up to a quarter less by chance. After a
+    process that lived for `well` seconds it begins at `first` again: that one was interrupted, it does not crash in a
+    loop.
+    """
 
     first: float = 1.0
     most: float = 30.0
+    well: float = 60.0
 
     def seconds(self, restart: int, chance: random.Random) -> float:
-        """How long to wait before that restart of a rank; they count from 1."""
+        """How long to wait before that restart in a row; they count from 1."""
         doubled = math.ldexp(self.first, min(restart - 1, 60))
         return min(self.most, doubled) * (1.0 - 0.25 * chance.random())
 
@@ -58,6 +62,10 @@ class Decision:
 class _Rank:
     state: State = "running"
     restarts: int = 0
+    in_a_row: int = 0
+    """Restarts since a process lived well."""
+    started: float = math.inf
+    """When its last restart began."""
     at: float = 0.0
     ended: str = ""
     """How its last process ended, for people."""
@@ -98,7 +106,9 @@ class Supervisor:
             it.state = "out"
             self.hopeless = self.hopeless or it.ended
         elif it.restarts < self.max_restarts:
-            wait = self.backoff.seconds(it.restarts + 1, self.chance)
+            if now - it.started >= self.backoff.well:
+                it.in_a_row = 0
+            wait = self.backoff.seconds(it.in_a_row + 1, self.chance)
             it.state, it.at = "waiting", now + wait
             return Decision(
                 "relaunch", f"restart {it.restarts + 1} of {self.max_restarts} in {wait:.0f} s: {why}", it.at
@@ -114,10 +124,11 @@ class Supervisor:
         """Ranks whose time to be relaunched has come."""
         return [rank for rank, it in self._ranks.items() if it.state == "waiting" and it.at <= now]
 
-    def relaunched(self, rank: int) -> None:
+    def relaunched(self, rank: int, now: float) -> None:
         """The rank's next process is being started: that is one restart, whether or not it comes up."""
         it = self._ranks[rank]
-        it.state, it.restarts = "running", it.restarts + 1
+        it.state, it.started = "running", now
+        it.restarts, it.in_a_row = it.restarts + 1, it.in_a_row + 1
 
     def restarts(self, rank: int) -> int:
         """How often a rank was relaunched."""

@@ -190,7 +190,7 @@ class Simulation(World):
         await self.sleep(moment - self._now)
         if supervisor.failure() is None:
             if again:
-                supervisor.relaunched(rank)
+                supervisor.relaunched(rank, self._now)
             self.launch(rank, supervisor)
 
     def process_ended(self, process: Process) -> None:

@@ -102,15 +102,36 @@ def test_a_rank_is_relaunched_later_each_time_and_then_given_up() -> None:
         assert it.due(at) == [1]
         assert it.state(1) == "waiting"
         assert it.restarts(1) == restart - 1
-        it.relaunched(1)
+        it.relaunched(1, at)
         assert it.due(at) == []
         assert it.state(1) == "running"
         waits.append(at - now)
-        now = at + 100
+        now = at + 59
     assert waits == [1.0, 2.0, 4.0]
     last = it.decide(1, 137, "killed", now)
     assert (last.action, last.text) == ("fail", "rank 1 ended with exit code 137: killed (restarted 3 times)")
     assert it.due(1e9) == []
+
+
+def test_after_a_process_that_lived_well_the_back_off_begins_anew() -> None:
+    it = supervisor()
+    now, waits = 0.0, []
+    for lived in (5.0, 5.0, 60.0):
+        at = it.decide(1, 137, "killed", now).at
+        assert at is not None
+        it.relaunched(1, at)
+        waits.append(at - now)
+        now = at + lived
+    last = it.decide(1, 137, "killed", now)
+    assert last.action == "fail", "it was restarted three times all the same"
+    assert waits == [1.0, 2.0, 4.0]
+    calm = supervisor(max_restarts=9)
+    for expected in (1.0, 2.0, 1.0, 2.0):
+        at = calm.decide(1, 137, "killed", now).at
+        assert at is not None
+        assert at - now == expected
+        calm.relaunched(1, at)
+        now = at + (60.0 if expected == 2.0 else 59.0)
 
 
 def test_restarts_are_counted_for_each_rank_alone() -> None:
@@ -118,7 +139,7 @@ def test_restarts_are_counted_for_each_rank_alone() -> None:
     for rank in (0, 1):
         assert it.decide(rank, 1, "died", 0.0).action == "relaunch"
     assert it.due(1.0) == [0, 1]
-    it.relaunched(0)
+    it.relaunched(0, 5.0)
     assert it.due(1.0) == [1]
 
 
@@ -131,15 +152,15 @@ def test_strict_fails_with_the_first_rank_that_is_given_up() -> None:
 def test_skip_goes_on_while_enough_can_take_part() -> None:
     it = supervisor(4, policy="skip", min_replicas=2, max_restarts=1)
     assert it.decide(0, 1, "died", 0.0).action == "relaunch"
-    it.relaunched(0)
+    it.relaunched(0, 5.0)
     first = it.decide(0, 69, "no store", 5.0)
     assert (first.action, first.text) == ("out", "given up after 1 restart: exit code 69: no store")
     assert it.decide(1, 76, "newer", 5.0).action == "fenced"  # its newer attempt takes part
     assert it.decide(2, 1, "died", 5.0).action == "relaunch"  # and one that waits for its restart will
-    it.relaunched(2)
+    it.relaunched(2, 5.0)
     assert it.decide(2, 1, "died again", 9.0).action == "out"
     it.decide(3, 1, "died", 9.0)
-    it.relaunched(3)
+    it.relaunched(3, 5.0)
     assert it.failure() is None
     last = it.decide(3, 137, "killed", 12.0)
     assert last.action == "fail"
@@ -170,12 +191,12 @@ def test_idle_once_nothing_runs_or_will() -> None:
     it.decide(0, 0, None, 0.0)
     it.decide(1, 76, "replaced by attempt 2", 0.0)
     it.decide(2, 1, "died", 0.0)
-    it.relaunched(2)
+    it.relaunched(2, 5.0)
     it.decide(2, 1, "died", 0.0)
     assert not it.idle, "rank 3 runs"
     it.decide(3, 1, "died", 0.0)
     assert not it.idle, "rank 3 will run"
-    it.relaunched(3)
+    it.relaunched(3, 5.0)
     it.decide(3, 0, None, 0.0)
     assert it.idle
     assert it.failure() is None
