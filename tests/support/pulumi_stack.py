@@ -273,6 +273,10 @@ class Command:
             events=self.events(),
         )
 
+    def text(self) -> str:
+        """What was shown so far."""
+        return self._out.read_text() + self._err.read_text()
+
     def events(self) -> list[dict[str, Any]]:
         """What the engine has told so far."""
         if not self._events.exists():

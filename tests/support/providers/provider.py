@@ -114,7 +114,7 @@ class StandInProvider(api.Provider):
         resource = self._resource(_type_of(request.urn), old)
         resource_id = request.resource_id if old else resource.import_id(request.resource_id)
         try:
-            state = await asyncio.to_thread(self._present, resource, resource_id, old)
+            state = await asyncio.to_thread(self._present, resource, resource_id, old or old_inputs)
         except RefusedError:
             return api.ReadResponse()
         # An import, too, begins with the inputs that the state implies.
@@ -224,18 +224,18 @@ class _Servicer(server.ProviderServicer):
         return await self._told(super().Configure, request, context)
 
     async def Create(self, request: Any, context: Any) -> Any:
-        return await self._told(super().Create, request, context)
+        return await self._told(super().Create, request, context, "creating ")
 
     async def Read(self, request: Any, context: Any) -> Any:
-        return await self._told(super().Read, request, context)
+        return await self._told(super().Read, request, context, "reading ")
 
     async def Update(self, request: Any, context: Any) -> Any:
-        return await self._told(super().Update, request, context)
+        return await self._told(super().Update, request, context, "updating ")
 
     async def Delete(self, request: Any, context: Any) -> Any:
-        return await self._told(super().Delete, request, context)
+        return await self._told(super().Delete, request, context, "deleting ")
 
-    async def _told(self, call: Callable[[Any, Any], Any], request: Any, context: Any) -> Any:
+    async def _told(self, call: Callable[[Any, Any], Any], request: Any, context: Any, doing: str = "") -> Any:
         try:
             return await call(request, context)
         except Exception as wrapped:
@@ -243,7 +243,8 @@ class _Servicer(server.ProviderServicer):
             if isinstance(problem, PartlyMadeError):
                 await context.abort_with_status(_init_failed(problem, request))
             if isinstance(problem, (ClientError, BotoCoreError, RefusedError)):
-                await context.abort(grpc.StatusCode.UNKNOWN, _message(problem))
+                subject = f"{doing}{_type_of(request.urn)} ({request.id}): " if getattr(request, "id", "") else doing
+                await context.abort(grpc.StatusCode.UNKNOWN, subject + _message(problem))
             raise
 
 

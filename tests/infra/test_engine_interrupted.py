@@ -1,0 +1,110 @@
+"""An `up` that is cut short: by Ctrl-C, by a crash of the CLI, by a refusal of AWS half-way."""
+
+from __future__ import annotations
+
+import json
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from infra import adopt_pending
+from tests.infra.conftest import inventory
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from typing import Any
+
+    from tests.infra.conftest import MakeStack
+    from tests.support.gate import Gate
+    from tests.support.sagemaker.service import Emulator
+
+
+def test_up_goes_on_after_an_interrupt(make_stack: MakeStack, gate: Gate, aws: Emulator) -> None:
+    before = inventory(aws)
+    stack = make_stack()
+    held = gate.hold("iam", "CreateRole")
+    running = stack.start("up", "--yes", "--skip-preview")
+    running.until(held.reached.is_set, "the role's creation")
+
+    running.signal(signal.SIGINT)
+    running.until(lambda: "cancelling" in running.text(), "the engine's notice")
+    held.release()
+    interrupted = running.wait().failed()
+
+    # What was on its way is finished and known; nothing after it was begun.
+    assert stack.state().get("pending_operations", []) == []
+    assert "Role diloco-dev-jobs" in _known(stack.resources())
+    assert "Policy diloco-dev-launcher" not in _known(stack.resources())
+    assert "Traceback" not in interrupted.text
+
+    stack.up().check()
+    stack.preview("--refresh", "--expect-no-changes").check()
+    made = {kind: len(names - before[kind]) for kind, names in inventory(aws).items()}
+    assert {kind: number for kind, number in made.items() if number} == {"buckets": 1, "roles": 1, "policies": 1}
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "urn_end"), [("CreateRole", "roles", "diloco-dev-jobs"), ("CreateBucket", "buckets", "sagemaker")]
+)
+def test_after_a_crash_cancel_and_adopting_what_was_pending_do(
+    call: str, kind: str, urn_end: str, make_stack: MakeStack, gate: Gate, aws: Emulator, tmp_path: Path
+) -> None:
+    """The procedure of docs/infrastructure.md, at the worst moment: a thing is made, and nobody knows it."""
+    before = inventory(aws)
+    stack = make_stack()
+    held = gate.hold("s3" if call == "CreateBucket" else "iam", call, answered=True)
+    running = stack.start("up", "--yes", "--skip-preview")
+    running.until(held.reached.is_set, call)
+    running.signal(signal.SIGKILL)
+    running.wait().failed()
+    held.release()
+
+    assert "pulumi cancel" in stack.up().failed().text
+    stack.cancel().check()
+
+    (lost,) = inventory(aws)[kind] - before[kind]
+    file = tmp_path / "state.json"
+    stack("stack", "export", "--stack", stack.name, "--file", str(file)).check()
+    pending = [one["resource"]["urn"] for one in json.loads(file.read_text())["deployment"]["pending_operations"]]
+    (urn,) = (one for one in pending if one.endswith(urn_end))
+    adopt_pending.main([str(file), f"{urn}={lost}"])
+    stack("stack", "import", "--stack", stack.name, "--file", str(file)).check()
+    stack.refresh("--clear-pending-creates").check()
+
+    finished = stack.up().check()
+    assert not {change for change in finished.changes if "replace" in change or "delete" in change}
+    stack.preview("--refresh", "--expect-no-changes").check()
+    made = {kind: len(names - before[kind]) for kind, names in inventory(aws).items()}
+    assert {kind: number for kind, number in made.items() if number} == {"buckets": 1, "roles": 1, "policies": 1}
+    assert lost in {one.get("id") for one in stack.resources()}
+
+    stack.destroy().check()
+    assert inventory(aws) == before
+
+
+def test_only_what_is_being_created_can_be_adopted(tmp_path: Path) -> None:
+    file = tmp_path / "state.json"
+    file.write_text(json.dumps({"version": 3, "deployment": {"resources": []}}))
+    with pytest.raises(SystemExit, match="not being created: urn:a; pending creations:\n  none"):
+        adopt_pending.main([str(file), "urn:a=b"])
+    with pytest.raises(SystemExit, match="usage"):
+        adopt_pending.main([str(file), "urn:a"])
+
+
+def test_a_refusal_half_way_leaves_nothing_unmanaged(make_stack: MakeStack, aws: Emulator) -> None:
+    before = inventory(aws)
+    stack = make_stack({"role": {"permissionsBoundary": "arn:aws:iam::123456789012:policy/no-such-policy"}})
+    result = stack.up()
+    made = {name for kind, names in inventory(aws).items() for name in names - before[kind]}
+
+    known = {str(one.get("id")) for one in stack.resources()}
+    assert {name for name in made if not any(name in one for one in known)} == set()
+    assert result.code == 0 or "no-such-policy" in result.errors
+
+    stack.destroy().check()
+    assert inventory(aws) == before
+
+
+def _known(resources: list[dict[str, Any]]) -> set[str]:
+    return {f"{one['type'].rpartition(':')[2]} {one['urn'].rpartition('::')[2]}" for one in resources}
