@@ -3,13 +3,14 @@ PYTHON ?= $(shell python3 -c 'import sys; print("python3" if sys.version_info >=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo test infra-test check benchmarks lock clean
+.PHONY: install demo test image-test infra-test check benchmarks lock clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo        train 4 replicas on this machine through an embedded S3, beside a data-parallel baseline"
 	@echo "make test        run the tests"
 	@echo "make infra-test  the tests of the Pulumi program alone: they need the pulumi CLI, and say what else is missing"
+	@echo "make image-test  build the image on a small base and run replicas from it (as root; buildah and debootstrap)"
 	@echo "make check       lint, formatting, types"
 	@echo "make benchmarks  the figures of the documentation, as JSON"
 	@echo "make install     .venv with everything (also done by the others)"
@@ -35,6 +36,9 @@ test: install
 infra-test: install
 	$(BIN)/python -m pytest tests/infra tests/unit/test_access.py tests/unit/test_stack.py tests/unit/test_plan.py
 
+image-test: install
+	$(BIN)/python -m pytest tests/container
+
 check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -56,4 +60,4 @@ lock:
 	rm -rf $(VENV)-lock
 
 clean:
-	rm -rf $(VENV) .diloco .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
+	rm -rf $(VENV) .cache .diloco .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info

@@ -250,7 +250,8 @@ def test_one_replica_as_root_writes_nowhere_else(container: Container, emulator:
     assert done.returncode == 0, done.stderr
     after = dict(container.files())
     written = {path for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
-    assert {path for path in written if not path.startswith(WRITABLE)} == set()
+    touched_by_buildah = {"/", "/run"}  # its mount points come and go there
+    assert {path for path in written if not path.startswith(WRITABLE)} <= touched_by_buildah
     assert {"final/result.json", "final/model/model.safetensors"} <= objects(emulator, "alone")
 
 
