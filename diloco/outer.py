@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -30,10 +31,10 @@ from diloco.exchange.state import FragmentState, OuterStep
 from diloco.fragments import fragment_model
 from diloco.inner_optimizer import copy_state, load_state
 from diloco.manager import Attached
+from diloco.metrics import MetricLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from pathlib import Path
     from types import TracebackType
 
     from torch import nn
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
     from diloco.manager import ObjectStoreManager
 
 logger = logging.getLogger(__name__)
+
+MODEL_FOLDER_VARIABLE = "DILOCO_MODEL_DIR"
+"""Names a folder of this machine where a replica leaves the trained model as it holds it."""
 
 STREAMING_ALPHA = 0.5
 """Share of the local parameters that a delayed sync keeps by default (Streaming DiLoCo's alpha): with 0 the delay's
@@ -96,6 +100,7 @@ class OuterLoop:
         self._diloco = diloco
         self._steps = steps
         self._save = save
+        self._metrics = MetricLog()
 
     def __enter__(self) -> Self:
         self._diloco.__enter__()
@@ -133,18 +138,24 @@ class OuterLoop:
         contribution.
         """
         self._manager.report(loss=loss, tokens=tokens)
+        self._metrics.step(self._manager.inner_step, loss, tokens)
 
     def report_evaluation(self, loss: float) -> None:
         """Tell the held-out loss (nats a token) of the parameters as they are at a round's beginning, or after
         :meth:`finish`.
         """
         self._manager.report_evaluation(loss)
+        self._metrics.evaluation(loss)
 
     def finish(self) -> RunResult:
         """Set every parameter to its global value, agree with the others on the result, and have one replica save the
-        model.
+        model. Where the environment names a folder (:data:`MODEL_FOLDER_VARIABLE`), this one saves its own there, too.
         """
-        return self._manager.finish(self._save)
+        result = self._manager.finish(self._save)
+        folder = os.environ.get(MODEL_FOLDER_VARIABLE)
+        if folder and self._save is not None:
+            self._save(Path(folder))
+        return result
 
 
 def make_diloco_outer_loop(
