@@ -44,7 +44,9 @@ USAGES = {
 }
 """How Service Quotas names them."""
 _OPEN = ("PENDING", "CASE_OPENED")
-_REFUSED = ("DENIED", "NOT_APPROVED", "INVALID_REQUEST")
+_GRANTED = ("APPROVED",)
+"""It takes minutes until the value is in force."""
+_REFUSED = ("DENIED", "NOT_APPROVED", "INVALID_REQUEST", "CASE_CLOSED")
 
 
 def wanted_quotas(settings: Sequence[QuotaSettings]) -> list[tuple[str, int]]:
@@ -134,17 +136,22 @@ def _newest_request(client: ServiceQuotasClient, code: str) -> dict[str, Any] | 
 
 
 def _state(client: ServiceQuotasClient, quota: Mapping[str, Any], wanted: float) -> dict[str, Any]:
-    """Value, and whether it is enough, asked for, refused, or none of these (`low`)."""
+    """Value, and whether it is enough, asked for (`pending`), refused, or none of these (`low`).
+
+    While a request is open AWS takes no second one, whatever it asks for. One that is closed counts only if it asked
+    for as much as is wanted now.
+    """
     value = quota["Value"]
-    if value >= wanted:
-        return {"value": value, "status": "enough", "request_id": "", "message": ""}
-    request = _newest_request(client, quota["QuotaCode"])
-    if request is not None and request["Status"] in _OPEN:
-        return {"value": value, "status": "pending", "request_id": request["Id"], "message": ""}
-    if request is not None and request["Status"] in _REFUSED and request["DesiredValue"] >= wanted:
-        reason = f"request {request['Id']} for {request['DesiredValue']:g} is {request['Status']}"
-        return {"value": value, "status": "refused", "request_id": request["Id"], "message": reason}
-    return {"value": value, "status": "low", "request_id": "", "message": ""}
+    request = None if value >= wanted else _newest_request(client, quota["QuotaCode"])
+    state = {"value": value, "status": "enough" if value >= wanted else "low", "request_id": "", "message": ""}
+    if request is None:
+        return state
+    status, asked = request["Status"], f"request {request['Id']} for {request['DesiredValue']:g} is {request['Status']}"
+    if status in _OPEN or (status in _GRANTED and request["DesiredValue"] >= wanted):
+        return state | {"status": "pending", "request_id": request["Id"], "message": asked}
+    if status in _REFUSED and request["DesiredValue"] >= wanted:
+        return state | {"status": "refused", "request_id": request["Id"], "message": asked}
+    return state
 
 
 def _ensure(client: ServiceQuotasClient, props: Mapping[str, Any]) -> dict[str, Any]:

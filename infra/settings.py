@@ -6,6 +6,7 @@ provider's own. `docs/infrastructure.md` describes each.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args, get_origin
@@ -46,6 +47,17 @@ def _checked(pattern: str | re.Pattern[str], allowed: str) -> AfterValidator:
 def _is_bucket(value: str) -> str:
     if not _BUCKET.fullmatch(value) or ".." in value or value.endswith(_RESERVED_ENDS):
         raise ValueError("3 to 63 of a-z, 0-9, hyphen and dot, beginning and ending with a letter or digit")
+    return value
+
+
+def _is_range(value: str) -> str:
+    """AWS takes a VPC of at most /16; below /22 its quarters are too small for jobs."""
+    try:
+        network = ipaddress.IPv4Network(value)
+    except ValueError:
+        network = ipaddress.IPv4Network("0.0.0.0/0")
+    if not (network.is_private and 16 <= network.prefixlen <= 22):
+        raise ValueError("a private range between /16 and /22, such as 10.42.0.0/16")
     return value
 
 
@@ -194,9 +206,7 @@ class NetworkSettings(_Section):
     security_group_ids: list[Annotated[str, _checked(r"sg-[0-9a-f]+", "a security group's id, sg-…")]] = []
     egress: Literal["none", "endpoints", "nat"] | None = None
     """Ways out of the VPC that is created, besides Amazon S3."""
-    cidr: Annotated[
-        str, _checked(r"(?:10|172|192)\.\d{1,3}\.\d{1,3}\.0/(?:1[6-9]|2[0-2])", "a private range between /16 and /22")
-    ] = "10.42.0.0/16"
+    cidr: Annotated[str, AfterValidator(_is_range)] = "10.42.0.0/16"
     hugging_face: bool = False
     """Jobs load models or data by Hugging Face names."""
 
