@@ -248,8 +248,9 @@ def test_a_replica_that_diverges_in_the_last_round_does_not_turn_the_result(new_
 
 def test_a_replica_that_diverges_ends_a_strict_run_and_both_sides_are_named(new_run: NewRun) -> None:
     run = new_run(exchange={"policy": "strict"})
-    processes = [run.start(0), run.start(1), run.start(2, acts=[{"round": 1} | FLIP])]
-    assert run.end(*processes) == [ExitCode.FAILED] * 3
+    # It comes last to round 2, so that all see both sides at once.
+    diverged = run.start(2, acts=[{"round": 1} | FLIP, held(2, header(2, 0)), held(2, header(2, 1))])
+    assert run.end(run.start(0), run.start(1), diverged) == [ExitCode.FAILED] * 3
     for rank in range(3):
         said = run.error(rank).error
         assert "round 2 can't be completed: replicas hold different parameters: ranks 0, 1 hold" in said

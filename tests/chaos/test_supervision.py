@@ -66,6 +66,9 @@ def supervised(new_run: NewRun, tmp_path: Path) -> Iterator[Supervised]:
     for launcher in supervised.launchers:
         for process in launcher.processes():
             os.kill(process, signal.SIGKILL)
+    for running in run.launchers:
+        if running.stdout is not None and not running.stdout.closed:
+            sys.stderr.write(running.communicate()[0])
 
 
 def ended(launcher: subprocess.Popen[str], code: int) -> str:
