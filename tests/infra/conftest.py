@@ -108,7 +108,7 @@ def environment(gate: Gate) -> dict[str, str]:
 
 def full_config(image: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Keys without a namespace are the project's; None takes a key out."""
-    keys = {"aws:region": REGION, "diloco:image": {"uri": image}}
+    keys: dict[str, Any] = {"aws:region": REGION, "diloco:image": {"uri": image}}
     if REAL_AWS_PLUGIN:
         keys |= {f"aws:{name}": True for name in ("skipMetadataApiCheck", "skipRegionValidation", "s3UsePathStyle")}
     keys |= {key if ":" in key else f"diloco:{key}": value for key, value in config.items()}

@@ -5,6 +5,8 @@
         ...
         held.reached.wait(30)
 
+    gate.refuse("s3", "PUT tagging")       # 403 instead of what AWS would say, until `allow`
+
 A call is known by service and operation; of S3, whose operations are paths, only those below are named, others are
 `PUT`, `GET`, … with the sub-resource, `PUT lifecycle`.
 """
@@ -27,6 +29,7 @@ MOST_HELD = 120.0
 """Seconds after which a held call goes on whatever happens, so that no test hangs."""
 _READS = ("Get", "Describe", "List", "Head", "Simulate", "BatchGet", "BatchCheck")
 _SCOPE = re.compile(r"Credential=[^/]+/\d+/[^/]+/([^/]+)/aws4_request")
+_DENIED = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"  # as S3 says it
 _OF_THE_HOP = {"connection", "keep-alive", "transfer-encoding", "expect", "content-length", "host"}
 
 
@@ -73,6 +76,7 @@ class Gate:
         self._upstream = urlsplit(upstream)
         self._calls: list[Call] = []
         self._held: list[Held] = []
+        self._refused: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
         self._server = ThreadingHTTPServer((HOST, 0), self._handler())
         self._server.daemon_threads = True
@@ -94,6 +98,16 @@ class Gate:
         with self._lock:
             self._held.append(held)
         return held
+
+    def refuse(self, service: str, operation: str) -> None:
+        """Answer AccessDenied to every such call."""
+        with self._lock:
+            self._refused.add((service, operation))
+
+    def allow(self) -> None:
+        """Refuse nothing any more."""
+        with self._lock:
+            self._refused.clear()
 
     def calls(self) -> list[Call]:
         """All so far."""
@@ -137,6 +151,14 @@ class Gate:
 
     def _forward(self, caller: BaseHTTPRequestHandler, body: bytes) -> None:
         service, operation = _known_as(caller.command, caller.path, dict(caller.headers.items()), body)
+        with self._lock:
+            refused = (service, operation) in self._refused
+        if refused:
+            caller.send_response(403)
+            caller.send_header("Content-Length", str(len(_DENIED)))
+            caller.end_headers()
+            caller.wfile.write(_DENIED)
+            return
         if held := self._take(service, operation, answered=False):
             held.wait()
         connection = http.client.HTTPConnection(self._upstream.hostname or HOST, self._upstream.port, timeout=60)
