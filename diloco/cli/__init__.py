@@ -5,8 +5,8 @@ Exit codes: 0 the run succeeded, 1 it failed, 2 wrong usage or configuration, 12
 
 from __future__ import annotations
 
-from diloco.cli import access, plan, prune, run, verify
+from diloco.cli import access, jobs, plan, prune, run, verify
 from diloco.cli.app import app, main
-from diloco.cli.run import resume_command
+from diloco.cli.output import resume_command
 
-__all__ = ["access", "app", "main", "plan", "prune", "resume_command", "run", "verify"]
+__all__ = ["access", "app", "jobs", "main", "plan", "prune", "resume_command", "run", "verify"]

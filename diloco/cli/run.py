@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
-import shlex
-import signal
-import sys
-import time
-from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from diloco.cli.app import FAILED, app, exit_code
-from diloco.errors import ConfigurationError, DilocoError, ExitCode
-from diloco.signals import Interrupted, Signals
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
-
-    from diloco.embedded import EmbeddedS3
-    from diloco.local_run import RunFolder
-    from diloco.report import RunReport
-    from diloco.spec import RunSettings
+from diloco.cli.app import app
+from diloco.cli.options import (
+    InstanceTypeOption,
+    JsonOption,
+    KeepAliveOption,
+    MaxCostOption,
+    ModelRanks,
+    OutputsOption,
+    PricesOption,
+    SpotOption,
+    StackOption,
+    TakeoverOption,
+    seconds,
+    types,
+)
+from diloco.errors import ConfigurationError
 
 
 class Policy(StrEnum):
@@ -87,7 +84,7 @@ def run(
     max_restarts: Annotated[int, typer.Option(help="Relaunches of each rank whose process died; 0: none.")] = 3,
     seed: Annotated[int, typer.Option(help="Seed of the model's first state and of the order of data.")] = 0,
     run_id: Annotated[str | None, typer.Option(help="Name of the run; the same name resumes it.")] = None,
-    takeover: Annotated[bool, typer.Option("--takeover", help="Replace a launcher that may live at once.")] = False,
+    takeover: TakeoverOption = False,
     trainer_module: Annotated[str, typer.Option(help="Module of the trainer.")] = "diloco.training",
     trainer_fn: Annotated[str, typer.Option(help="Function of the trainer.")] = "diloco_train",
     trainer_kwargs_json: Annotated[str, typer.Option(help="More arguments of the trainer, a JSON object.")] = "{}",
@@ -95,18 +92,51 @@ def run(
     baseline: Annotated[
         bool, typer.Option("--baseline", help="Also train one process by plain data parallelism.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else on stdout.")
+    as_json: JsonOption = False,
+    stack: StackOption = None,
+    outputs: OutputsOption = None,
+    instance_type: InstanceTypeOption = None,
+    spot: SpotOption = False,
+    max_runtime: Annotated[
+        int, typer.Option(parser=seconds, metavar="TIME", help="Longest time of a job: 12h.", show_default="1d")
+    ] = 86_400,
+    max_wait: Annotated[
+        int | None,
+        typer.Option(parser=seconds, metavar="TIME", help="Spot: running and waiting.  [default: a day more]"),
+    ] = None,
+    keep_alive: KeepAliveOption = 0,
+    volume_gb: Annotated[int, typer.Option(help="Disk of an instance that has none of its own.")] = 50,
+    max_cost: MaxCostOption = None,
+    prices: PricesOption = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Start the jobs and leave them alone.")] = False,
+    hf_token_secret: Annotated[
+        str | None, typer.Option(metavar="ARN", help="Secrets Manager secret with a Hugging Face token.")
+    ] = None,
+    model_from: Annotated[
+        ModelRanks, typer.Option(help="Ranks whose job's output holds the trained model.")
+    ] = ModelRanks.rank0,
+    uses_all_gpus: Annotated[
+        bool, typer.Option("--uses-all-gpus", help="The trainer is one's own and uses every GPU of its instance.")
     ] = False,
 ) -> None:
-    """Train one model by N replicas."""
-    if not local:
-        raise ConfigurationError("only runs on this machine exist today: add --local")
+    """Train one model by N replicas: on this machine (--local), or as SageMaker jobs (--stack or --outputs)."""
+    remote = stack is not None or outputs is not None
+    if local == remote:
+        raise ConfigurationError(
+            "say where the replicas run: --local for this machine, or --stack NAME or --outputs FILE for SageMaker"
+        )
     from diloco.embedded import BUCKET
     from diloco.spec import RunSettings, new_run_id
 
     if endpoint_url is not None and not endpoint_url.startswith(("http://", "https://")):
         raise ConfigurationError(f"--endpoint-url {endpoint_url}: begin it with http:// or https://")
+    found = None
+    if remote:
+        from diloco.stack import read_outputs
+
+        _refuse_local_options(rendezvous=rendezvous, endpoint_url=endpoint_url, baseline=baseline)
+        found = read_outputs(outputs, stack)
+        rendezvous = found.rendezvous_uri
     settings = RunSettings.checked(
         replicas=replicas,
         steps=steps,
@@ -130,9 +160,34 @@ def run(
             "checkpoint_every": checkpoint_every,
         },
     )
+    if found is not None:
+        from diloco.cli.sagemaker import SageMakerLaunch
+        from diloco.sagemaker_run import data_uri, job_settings
+
+        jobs = job_settings(
+            found,
+            settings.run_id,
+            instance_types=types(instance_type),
+            spot=spot,
+            max_runtime=max_runtime,
+            max_wait=max_wait,
+            keep_alive=keep_alive,
+            volume_gb=volume_gb,
+            stack=stack,
+            data_uri=data_uri(settings),
+            token_secret_arn=hf_token_secret,
+            model=model_from.value,
+            uses_all_gpus=uses_all_gpus and not settings.default_trainer,
+        )
+        remote_launch = SageMakerLaunch(
+            found, settings, jobs, prices=prices, max_cost=max_cost, takeover=takeover, as_json=as_json
+        )
+        raise typer.Exit(remote_launch.detach() if detach else remote_launch.run())
+    from diloco.cli.local import LocalLaunch
+
     if baseline and not settings.default_trainer:
         raise ConfigurationError("--baseline knows only the default trainer: leave out --baseline or --trainer-module")
-    launch = _LocalLaunch(
+    launch = LocalLaunch(
         settings,
         embedded=rendezvous is None,
         endpoint_url=endpoint_url,
@@ -141,6 +196,21 @@ def run(
         as_json=as_json,
     )
     raise typer.Exit(launch.run())
+
+
+def _refuse_local_options(*, rendezvous: str | None, endpoint_url: str | None, baseline: bool) -> None:
+    """Raise ConfigurationError for options that a stack's outputs decide."""
+    given = [
+        name
+        for name, value in (
+            ("--rendezvous", rendezvous),
+            ("--endpoint-url", endpoint_url),
+            ("--baseline", baseline or None),
+        )
+        if value is not None
+    ]
+    if given:
+        raise ConfigurationError(f"{', '.join(given)} goes with --local: the stack's outputs say where runs are")
 
 
 def _parent(option: str, uri: str) -> str:
@@ -185,166 +255,3 @@ def _trainer_kwargs(module: str, text: str, **options: str | None) -> dict[str, 
     if module == DEFAULT_TRAINER[0]:
         kwargs = {"model": "tiny", "data": "stdlib"} | kwargs
     return kwargs
-
-
-class _LocalLaunch:
-    """One `run --local`: everything that lives around the replicas, in the order in which it must be undone."""
-
-    def __init__(
-        self,
-        settings: RunSettings,
-        *,
-        embedded: bool,
-        endpoint_url: str | None,
-        takeover: bool,
-        baseline: bool,
-        as_json: bool,
-    ) -> None:
-        from diloco.local_run import RunFolder
-
-        self._settings = settings
-        self._embedded = embedded
-        self._endpoint_url = endpoint_url
-        # The embedded S3 lives in the folder whose lock this launcher holds: no other one can be alive.
-        self._takeover = takeover or embedded
-        self._baseline = baseline
-        self._as_json = as_json
-        self._console = Console(stderr=as_json, highlight=False)
-        self._folder: RunFolder = RunFolder.of(settings.run_id)
-        self._started = time.monotonic()
-        self._report: RunReport | None = None
-
-    def run(self) -> int:
-        """Run it and return the exit code."""
-        from diloco.local_run import check_packages
-        from diloco.preflight import preflight
-
-        preflight(self._settings)
-        check_packages()
-        with Signals() as signals:
-            try:
-                with ExitStack() as stack:
-                    report = self._run_in(stack, signals)
-            except Interrupted as stopped:
-                return self._interrupted(stopped)
-            except DilocoError as problem:
-                if exit_code(problem) == FAILED and self._as_json:
-                    self._print_document(self._failed(str(problem)))
-                raise
-        self._print(report)
-        return 0 if report.succeeded else FAILED
-
-    def _run_in(self, stack: ExitStack, signals: Signals) -> RunReport:
-        from diloco.embedded import EmbeddedS3, environment
-
-        lock = stack.enter_context(self._folder.lock())
-        if self._embedded:
-            s3 = EmbeddedS3(self._folder.s3, log=self._folder.logs / "s3.log", hold=[lock])
-            stack.callback(s3.stop)
-            s3.start()
-            stack.enter_context(environment(s3.env))
-        elif self._endpoint_url is not None:
-            stack.enter_context(environment({"AWS_ENDPOINT_URL_S3": self._endpoint_url}))
-        report: RunReport = signals.run(self._beside(s3, self._train(lock)) if self._embedded else self._train(lock))
-        return report
-
-    async def _beside(self, s3: EmbeddedS3, training: Coroutine[Any, Any, RunReport]) -> RunReport:
-        """Train while the embedded S3 lives; DilocoError at once when it has ended."""
-        task = asyncio.ensure_future(training)
-        try:
-            while not task.done():
-                await asyncio.wait([task], timeout=0.5)
-                if not task.done() and not s3.alive:
-                    log = _shown(self._folder.logs / "s3.log")
-                    raise DilocoError(
-                        f"the embedded S3 has ended (its log: {log}): the same command with --run-id resumes"
-                    )
-            return task.result()
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    async def _train(self, lock: int) -> RunReport:
-        from diloco.executors.local import LocalProcessExecutor
-        from diloco.local_run import copy_model, train_baseline
-        from diloco.run import run_replicas
-        from diloco.status import make_view
-
-        executor = LocalProcessExecutor(log_dir=self._folder.logs, hold=[lock])
-        with make_view(self._console) as view:
-            report = await run_replicas(
-                executor, self._settings, takeover=self._takeover, on_status=view.show, on_note=self._say
-            )
-        self._report = report
-        if self._embedded and report.model_uri is not None:
-            try:
-                await copy_model(report.model_uri, self._folder.model)
-            except (DilocoError, OSError) as problem:
-                error = (
-                    f"the model is in {report.model_uri}, but could not be copied to {self._folder.model}: {problem}"
-                )
-                report = report.model_copy(update={"error": error})
-        if self._baseline and report.succeeded:
-            self._say("training the baseline: one process, gradients averaged at every step")
-            try:
-                loss: float | None = await train_baseline(self._settings, self._folder, hold=lock)
-                changes: dict[str, Any] = {"baseline_eval_loss": loss}
-            except DilocoError as problem:
-                changes = {"baseline_eval_loss": None, "error": str(problem)}
-            report = report.model_copy(update=changes)
-        return report.model_copy(update={"wall_seconds": round(time.monotonic() - self._started, 3)})
-
-    def _interrupted(self, stopped: Interrupted) -> int:
-        name = signal.Signals(stopped.number).name
-        self._say(f"stopped by {name}; all replicas are gone. To resume:\n  {resume_command(self._settings.run_id)}")
-        if self._as_json:
-            self._print_document(self._failed(f"stopped by {name}"))
-        return 128 + stopped.number
-
-    def _failed(self, error: str) -> RunReport:
-        from diloco.report import RunReport
-
-        if self._report is not None:  # the run itself was over
-            return self._report.model_copy(update={"error": error})
-        return RunReport(
-            run_id=self._settings.run_id,
-            status="failed",
-            rendezvous_uri=self._settings.uri,
-            rounds_expected=self._settings.rounds,
-            wall_seconds=round(time.monotonic() - self._started, 3),
-            error=error,
-        )
-
-    def _print(self, report: RunReport) -> None:
-        from diloco.report import summary
-
-        self._console.print(summary(report))
-        if self._embedded and report.model_uri is not None:
-            self._say(f"model: {_shown(self._folder.model)}")
-        if not report.succeeded:
-            self._say(f"logs: {_shown(self._folder.logs)}")
-            if f"exit code {ExitCode.BAD_CONFIGURATION:d}" not in (report.error or ""):
-                self._say(f"To resume:\n  {resume_command(self._settings.run_id)}")
-        if self._as_json:
-            self._print_document(report)
-
-    def _print_document(self, report: RunReport) -> None:
-        sys.stdout.write(json.dumps(report.document(), indent=1) + "\n")
-
-    def _say(self, text: str) -> None:
-        self._console.print(text, markup=False, soft_wrap=True)
-
-
-def resume_command(run_id: str, argv: Sequence[str] | None = None) -> str:
-    """Return the command that resumes the present one, as it can be pasted into a shell."""
-    words = list(sys.argv if argv is None else argv)
-    program = ["python", words[0]] if words[0].endswith(".py") else [Path(words[0]).name]
-    rest = words[1:]
-    if not any(word == "--run-id" or word.startswith("--run-id=") for word in rest):
-        rest += ["--run-id", run_id]
-    return shlex.join([*program, *rest])
-
-
-def _shown(path: Path) -> str:
-    """A path as the user would type it."""
-    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

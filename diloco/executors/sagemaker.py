@@ -56,7 +56,7 @@ class SageMakerExecutor:
         self.settings = settings
         self.clients = clients or Clients(settings.region)
         self._submitter = Submitter(self.clients, settings, on_note=on_note, **submitting)
-        self._prices = prices or Prices.load()
+        self.prices = prices or Prices.load()
         self._max_cost = max_cost
         self._describe_every = describe_every
         self._described: dict[str, tuple[float, dict[str, Any]]] = {}
@@ -138,7 +138,7 @@ class SageMakerExecutor:
     def spent(self) -> tuple[float, frozenset[str]]:
         """Dollars so far of all jobs of the run that are known here, and the types whose price is not."""
         known = [job for _, job in self._described.values()]
-        return dollars(self._prices, [(jobs.instance_type(job), jobs.billed_seconds(job)) for job in known])
+        return dollars(self.prices, [(jobs.instance_type(job), jobs.billed_seconds(job)) for job in known])
 
     def over_budget(self) -> str | None:
         """Why the run must end, once it has cost `max_cost`."""

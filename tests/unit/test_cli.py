@@ -61,7 +61,10 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ([*RUN, "--sync-evry", "5"], "No such option"),
         (["run", "--local"], "Missing option"),
         (["train"], "No such command"),
-        ([word for word in RUN if word != "--local"], "only runs on this machine exist today: add --local"),
+        (
+            [word for word in RUN if word != "--local"],
+            "say where the replicas run: --local for this machine, or --stack NAME or --outputs FILE for SageMaker",
+        ),
         ([*RUN, "--sync-every", "25"], "use --sync-every 20 or less"),
         ([*RUN, "--fragments", "3"], "--sync-every 5 is not a multiple of --fragments 3: use --sync-every 3 or 6"),
         ([*RUN, "--fragments", "5"], "use --fragments 4 or fewer"),
