@@ -107,7 +107,11 @@ class StandInProvider(api.Provider):
             resource.complete(resource_id, inputs)
             return resource_id, self._present(resource, resource_id, inputs)
         except (ClientError, BotoCoreError, RefusedError) as problem:
-            raise PartlyMadeError(resource_id, inputs, _message(problem)) from problem
+            try:
+                state = self._present(resource, resource_id, inputs)
+            except (ClientError, BotoCoreError, RefusedError):
+                state = inputs
+            raise PartlyMadeError(resource_id, state, _message(problem)) from problem
 
     async def read(self, request: api.ReadRequest) -> api.ReadResponse:
         old, old_inputs = plain_map(request.properties), plain_map(request.inputs)
