@@ -8,18 +8,14 @@ https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-training-algo-ru
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import threading
-import time
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tests.support.namespace import NamespacedProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
 HOST = "algo-1"
 
@@ -37,7 +33,7 @@ exec "$@"
 """
 
 
-class Container:
+class Container(NamespacedProcess):
     """Starts at once. `lines` gets each line of stdout and stderr."""
 
     def __init__(
@@ -45,61 +41,8 @@ class Container:
     ) -> None:
         scratch = folder / "scratch"
         scratch.mkdir(exist_ok=True)
-        as_root = [] if os.geteuid() == 0 else ["--map-root-user"]
-        self._process = subprocess.Popen(
-            [
-                *("setpriv", "--pdeathsig", "KILL", "unshare", *as_root, "--mount", "--pid", "--fork"),
-                *("--mount-proc", "--kill-child", "--propagation", "private", "/bin/sh", "-c", _SET_UP, "sh"),
-                *(str(scratch), str(folder / "ml"), str(folder / "bin"), *command),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=dict(env),
-            start_new_session=True,
-        )
-        self._reader = threading.Thread(target=self._read, args=(lines,), daemon=True)
-        self._reader.start()
-
-    def poll(self) -> int | None:
-        """The exit code, 128 + n for a signal, None while it runs."""
-        code = self._process.poll()
-        if code is None:
-            return None
-        self._reader.join()
-        return 128 - code if code < 0 else code
-
-    def terminate(self) -> None:
-        """Send SIGTERM to process 1 of the container, and to no other."""
-        self._signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """Kill process 1, and with it all others."""
-        self._signal(signal.SIGKILL)
-
-    def stop(self, grace: float) -> int:
-        """SIGTERM, after `grace` seconds SIGKILL; returns the exit code."""
-        deadline = time.monotonic() + grace
-        self.terminate()
-        while self.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        while (code := self.poll()) is None:
-            self.kill()
-            time.sleep(0.02)
-        return code
-
-    def _signal(self, number: int) -> None:
-        parent = self._process.pid
-        with suppress(OSError):
-            for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
-                os.kill(int(child), number)
-
-    def _read(self, lines: Callable[[str], None]) -> None:
-        stream = self._process.stdout
-        if stream is not None:
-            with stream:
-                for line in stream:
-                    lines(line.decode(errors="replace").rstrip("\n"))
+        places = (str(scratch), str(folder / "ml"), str(folder / "bin"))
+        super().__init__(_SET_UP, [*places, *command], env, lines)
 
 
 def lay_out(folder: Path, request: Mapping[str, Any], instance_type: str) -> None:
