@@ -128,6 +128,7 @@ def test_the_registry_holds_it_by_digest(emulator: Emulator, published: Publishe
     assert re.fullmatch(r"sha256:[0-9a-f]{64}", published.digest)
     (found,) = emulator.client("ecr").describe_images(repositoryName=REPOSITORY)["imageDetails"]
     assert (found["imageDigest"], found["imageTags"]) == (published.digest, ["first"])
+    assert found["imageManifestMediaType"] == "application/vnd.docker.distribution.manifest.v2+json"
 
 
 def test_says_what_it_is_and_how_it_starts(published: Published) -> None:

@@ -68,7 +68,18 @@ class Buildah:
         """Build `dockerfile` (default: `context`/Dockerfile) and return the image's id. pip inside sees this machine's
         index and certificates, as a secret, so no layer keeps them. Raises ImageError.
         """
-        command = ["bud", "--isolation", "chroot", "--network", "host", "--no-cache", "--pull-never"]
+        # SageMaker refuses OCI's media types: https://github.com/aws/amazon-sagemaker-feedback/issues/180
+        command = [
+            "bud",
+            "--format",
+            "docker",
+            "--isolation",
+            "chroot",
+            "--network",
+            "host",
+            "--no-cache",
+            "--pull-never",
+        ]
         command.append("--identity-label=false")  # or buildah's version is in the digest
         command += [f"--build-arg={name}={value}" for name, value in (build_args or {}).items()]
         if target is not None:

@@ -6,7 +6,7 @@
 MiniStack takes `X-Forwarded-Proto: https` for TLS, so a call through here satisfies `aws:SecureTransport`, and one that
 goes to MiniStack directly does not. Given an :class:`~tests.support.iam_authority.Authority`, IAM's
 SimulatePrincipalPolicy is answered here with context entries and every resource, which MiniStack ignores; MiniStack is
-still asked first, so that it authenticates and authorises the caller.
+still asked first, so that it authenticates the caller.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import ipaddress
+import re
 import ssl
 from typing import TYPE_CHECKING, Self
 from urllib.parse import parse_qsl
@@ -22,7 +23,7 @@ from aiohttp import ClientSession, ClientTimeout, DummyCookieJar, web
 from yarl import URL
 
 from diloco.background import Background
-from tests.support.iam_simulation import ACTION, simulate
+from tests.support.iam_simulation import ACTION, Answer, simulate
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 _OF_THE_HOP = {"connection", "keep-alive", "transfer-encoding", "expect", "proxy-connection", "upgrade", "te"}
 _MAX_BODY = 2**30
+_REFUSED = re.compile(rf"User: (?P<caller>\S+) is not authorized to perform: iam:{ACTION}")
 
 
 class FrontEnd:
@@ -91,11 +93,12 @@ class FrontEnd:
             request.method, url, headers=headers, data=body, allow_redirects=False
         ) as answer:
             content = await answer.read()
-            if answer.status == 200 and self._authority is not None and request.method == "POST":
-                asked = parse_qsl(body.decode(errors="replace")) if ACTION.encode() in body else []
-                if dict(asked).get("Action") == ACTION:
-                    found = await asyncio.to_thread(simulate, self._authority, dict(asked))
-                    return web.Response(status=found.status, text=found.text, content_type="text/xml")
+            if self._authority is not None and request.method == "POST" and ACTION.encode() in body:
+                simulated = await asyncio.to_thread(
+                    _simulated, self._authority, dict(parse_qsl(body.decode())), answer.status, content.decode()
+                )
+                if simulated is not None:
+                    return web.Response(status=simulated.status, text=simulated.text, content_type="text/xml")
             response = web.Response(status=answer.status, reason=answer.reason, body=content)
             for name, value in answer.headers.items():
                 if name.lower() not in _OF_THE_HOP | {"content-length"}:
@@ -103,6 +106,20 @@ class FrontEnd:
             if request.method == "HEAD" and "Content-Length" in answer.headers:
                 response.headers["Content-Length"] = answer.headers["Content-Length"]
             return response
+
+
+def _simulated(authority: Authority, form: dict[str, str], status: int, answer: str) -> Answer | None:
+    """The simulation, unless it is none or the caller may not ask. MiniStack authenticates, and authorises for any
+    principal: where that fails, whether the caller may ask about this one is decided here.
+    """
+    if form.get("Action") != ACTION:
+        return None
+    refused = _REFUSED.search(answer) if status == 403 else None
+    if refused is not None:
+        allowed = bool(authority.authorise(refused["caller"], f"iam:{ACTION}", form["PolicySourceArn"]))
+    else:
+        allowed = status == 200
+    return simulate(authority, form) if allowed else None
 
 
 def self_signed(folder: Path) -> tuple[Path, Path]:
