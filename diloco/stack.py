@@ -43,7 +43,7 @@ class QuotaOutput(_Contract):
     value: float
     """In force when the stack was last updated."""
     wanted: float
-    status: Literal["enough", "requested", "pending", "refused"]
+    status: Literal["enough", "requested", "pending", "refused", "low"]
     request_id: str | None = None
 
 

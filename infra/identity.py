@@ -16,6 +16,7 @@ from diloco.access import (
     Storage,
     Vpc,
     launcher_policy,
+    parse_s3,
     sagemaker_role_policy,
     sagemaker_trust,
 )
@@ -59,7 +60,7 @@ class SageMakerRoleArgs:
     repository_arn: pulumi.Input[str] | None
     """Of the image; None: in no ECR."""
     adopt: str | None = None
-    """Name of a role that exists; nothing of it is changed, but it must reach the bucket."""
+    """Name of a role that exists; nothing of it is changed, but it must reach the bucket, data and secrets."""
     data_uris: Sequence[str] = ()
     secret_arns: Sequence[str] = ()
     vpc: VpcInputs | None = None
@@ -159,18 +160,21 @@ class SageMakerRole(pulumi.ComponentResource):
         if storage.kms_key_arn is not None:
             service = f"s3.{place.region}.{place.domain}"
             checks.append(simulate(["kms:Decrypt", "kms:GenerateDataKey"], storage.kms_key_arn, kms_ViaService=service))
+        for uri in args.data_uris:
+            name, prefix = parse_s3(uri)
+            checks.append(simulate(["s3:GetObject"], place.bucket(name, f"{prefix}/probe" if prefix else "probe")))
+        checks += [simulate(["secretsmanager:GetSecretValue"], secret) for secret in args.secret_arns]
 
         def judge(answers: Sequence[aws.iam.GetPrincipalPolicySimulationResult]) -> str:
-            denied = [
-                f"{result.action_name} on {result.resource_arn}"
-                for answer in answers
-                for result in answer.results
-                if not result.allowed
-            ]
+            denied: dict[str, set[str]] = {}
+            for result in (result for answer in answers for result in answer.results):
+                if not result.allowed:
+                    denied.setdefault(result.resource_arn, set()).add(result.action_name)
             if denied:
+                missing = "; ".join(f"{', '.join(sorted(actions))} on {what}" for what, actions in denied.items())
                 raise pulumi.RunError(
-                    f"diloco:role.adopt {adopt!r}: it may not {', '.join(denied)}; grant it (scripts/launch.py access "
-                    "prints the policy), or leave role.adopt out to create a role that may"
+                    f"diloco:role.adopt {adopt!r}: it may not {missing}. Grant it (scripts/launch.py access prints the "
+                    "policy), or leave role.adopt out to create a role that may"
                 )
             return arn
 

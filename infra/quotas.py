@@ -209,7 +209,7 @@ class WarmPoolQuota(pulumi.ComponentResource):
     """The quotas that jobs of some instance types need: training, spot, and warm pools, whose default is 0."""
 
     quotas: pulumi.Output[Sequence[Mapping[str, Any]]]
-    """As :class:`diloco.stack.QuotaOutput` reads them. RunError if AWS has refused one."""
+    """As :class:`diloco.stack.QuotaOutput` reads them. One that AWS has refused is logged as an error."""
 
     def __init__(self, name: str, args: WarmPoolQuotaArgs, opts: pulumi.ResourceOptions | None = None) -> None:
         super().__init__("diloco:infra:WarmPoolQuota", name, None, opts)
@@ -238,7 +238,8 @@ class WarmPoolQuota(pulumi.ComponentResource):
 def _as_output(known: Sequence[Any]) -> dict[str, Any]:
     name, wanted, value, status, request_id, message = known
     if status == "refused":
-        raise pulumi.RunError(
+        # An error in the log fails the update too, but lets the outputs through: what is there can be used.
+        pulumi.log.error(
             f"diloco:quotas: {name} is {value:g}, and AWS refused {wanted}: {message}; ask AWS Support, or lower what "
             "quotas wants"
         )

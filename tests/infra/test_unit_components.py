@@ -334,7 +334,9 @@ def role_args(**changes: Any) -> SageMakerRoleArgs:
 
 def test_an_adopted_role_is_simulated_one_resource_a_call() -> None:
     key = "arn:aws:kms:us-west-2:123456789012:key/k"
-    recorder, arn = made(lambda: SageMakerRole("x", role_args(adopt="theirs", kms_key_arn=key)).arn)
+    hugging_face = "arn:aws:secretsmanager:us-west-2:123456789012:secret:hf-AbCdEf"
+    more = {"data_uris": ["s3://data/x"], "secret_arns": [hugging_face]}
+    recorder, arn = made(lambda: SageMakerRole("x", role_args(adopt="theirs", kms_key_arn=key, **more)).arn)
     assert arn.endswith(":role/theirs")
     calls = [call.args for call in recorder.calls if call.token.endswith(":getPrincipalPolicySimulation")]
     assert all(len(call["resourceArns"]) == 1 for call in calls)
@@ -348,6 +350,8 @@ def test_an_adopted_role_is_simulated_one_resource_a_call() -> None:
     }
     assert prefixes == {"rendezvous/", "output/"}
     assert (key, "kms:GenerateDataKey") in asked
+    assert ("arn:aws:s3:::data/x/probe", "s3:GetObject") in asked
+    assert (hugging_face, "secretsmanager:GetSecretValue") in asked
     assert [args.typ for args in recorder.made if args.typ.startswith("aws:")] == []
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from diloco.stack import QuotaOutput
 from infra.quotas import QuotaProvider, _as_output, wanted_quotas
 from infra.settings import QuotaSettings
 from tests.support.quotas import QuotaServer, sagemaker_quotas
@@ -158,10 +159,13 @@ def test_diff_replaces_for_another_quota_and_updates_for_another_wish(quotas: Qu
     assert (other.changes, other.replaces) == (True, ["name"])
 
 
-def test_a_refusal_ends_the_update_with_key_and_fix() -> None:
-    import pulumi
-
-    with pytest.raises(pulumi.RunError, match=r"^diloco:quotas: ml.x is 0, and AWS refused 8: no; ask AWS Support"):
-        _as_output(["ml.x", 8, 0.0, "refused", "", "no"])
+def test_a_refusal_is_an_error_with_key_and_fix_and_an_output_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr("pulumi.log.error", logged.append)
+    refused = _as_output(["ml.x", 8, 0.0, "refused", "", "no"])
+    (error,) = logged
+    assert error.startswith("diloco:quotas: ml.x is 0, and AWS refused 8: no; ask AWS Support")
+    assert QuotaOutput.model_validate(refused).status == "refused"
     assert _as_output(["ml.x", 8, 0.0, "pending", "r", "…"])["requestId"] == "r"
     assert "requestId" not in _as_output(["ml.x", 8, 8.0, "enough", "", ""])
+    assert len(logged) == 1

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import pytest
 import yaml  # type: ignore[import-untyped]
+from pydantic.alias_generators import to_camel
 
 from diloco.errors import ConfigurationError
+from diloco.stack import NAMES
 from infra.settings import Settings, slug
 
 ROOT = Path(__file__).parents[2]
@@ -210,22 +212,18 @@ def test_what_the_example_comments_out_is_valid_too() -> None:
         parse("dev", **{key.removeprefix("diloco:"): value for key, value in section.items()})
 
 
-def test_every_key_is_in_the_documentation() -> None:
+def test_every_key_and_output_is_in_the_documentation() -> None:
     text = (ROOT / "docs" / "infrastructure.md").read_text()
-    for key in _keys(Settings):
-        assert f"`{key}`" in text, key
+    for name in (*_keys(Settings), *NAMES):
+        assert f"`{name}`" in text, name
 
 
 def _keys(model: Any, above: str = "") -> list[str]:
-    from pydantic.alias_generators import to_camel
-
     found = []
     for name, field in model.model_fields.items():
         key = above + to_camel(name)
-        inner = [
-            kind
-            for kind in (field.annotation, *getattr(field.annotation, "__args__", ()))
-            if hasattr(kind, "model_fields")
-        ]
-        found += _keys(inner[0], f"{key}.") if inner else [key]
+        kinds = (field.annotation, *get_args(field.annotation))
+        inner = [kind for kind in kinds if hasattr(kind, "model_fields")]
+        many = get_origin(field.annotation) is list
+        found += _keys(inner[0], f"{key}[]." if many else f"{key}.") if inner else [key]
     return found

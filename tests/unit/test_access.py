@@ -5,7 +5,9 @@ emulator that enforces them (tests/infra).
 from __future__ import annotations
 
 import json
+import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import botocore.session
@@ -244,3 +246,11 @@ def test_documents_fit_into_iam() -> None:
     most = {"role": 10_240, "role, image elsewhere": 10_240, "role with everything": 10_240}
     for name, document in PERMISSIONS.items():
         assert len(json.dumps(document, separators=(",", ":"))) <= most.get(name, 6_144), name
+
+
+def test_every_permission_is_explained_in_the_documentation() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "infrastructure.md").read_text()
+    for document in PERMISSIONS.values():
+        for statement in statements(document):
+            if not re.fullmatch(r"(Read|List)Data[1-9]", statement["Sid"]):  # as those of the first bucket
+                assert f"`{statement['Sid']}`" in text, statement["Sid"]
