@@ -49,6 +49,11 @@ class Callers:
             if request.get("Tags"):
                 self._require(arn, "sagemaker:AddTags", resource, context(request))
 
+    def refusal(self, principal: str, action: str, resource: str) -> str | None:
+        """Why a principal may not do something, None if it may."""
+        decision = self._authority.authorise(principal, action, resource)
+        return None if decision else decision.reason
+
     def _require(self, arn: str, action: str, resource: str, values: Mapping[str, Any]) -> None:
         decision = self._authority.authorise(arn, action, resource, values)
         if not decision:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from botocore.exceptions import ClientError
@@ -18,10 +19,11 @@ _FLUSH_SECONDS = 0.2
 class LogWriter:
     """One stream, `<job>/algo-1-<epoch>`; lines are sent in batches by a thread of its own.
 
-    `client` returns a Logs client with the role's present credentials; `failed` hears what could not be written.
+    `client` returns a Logs client that may do the action it is given on the stream that it is given, or raises
+    ClientError; `failed` hears what could not be written.
     """
 
-    def __init__(self, client: Callable[[], Any], job: str, failed: Callable[[str], None]) -> None:
+    def __init__(self, client: Callable[[str, str], Any], job: str, failed: Callable[[str], None]) -> None:
         self._client = client
         self.stream = f"{job}/algo-1-{time.time_ns() // 1_000_000}"
         self._failed = failed
@@ -51,18 +53,17 @@ class LogWriter:
             self._failed(f"logs: {problem}")
 
     def _create(self) -> None:
-        client = self._client()
-        for create, names in (
-            (client.create_log_group, {"logGroupName": GROUP}),
-            (client.create_log_stream, {"logGroupName": GROUP, "logStreamName": self.stream}),
-        ):
-            try:
-                create(**names)
-            except client.exceptions.ResourceAlreadyExistsException:
-                continue
+        group = self._client("logs:CreateLogGroup", "")
+        with suppress(group.exceptions.ResourceAlreadyExistsException):
+            group.create_log_group(logGroupName=GROUP)
+        self._client("logs:CreateLogStream", self.stream).create_log_stream(
+            logGroupName=GROUP, logStreamName=self.stream
+        )
 
     def _flush(self) -> None:
         with self._lock:
             lines, self._lines = self._lines, []
         if lines:
-            self._client().put_log_events(logGroupName=GROUP, logStreamName=self.stream, logEvents=lines)
+            self._client("logs:PutLogEvents", self.stream).put_log_events(
+                logGroupName=GROUP, logStreamName=self.stream, logEvents=lines
+            )

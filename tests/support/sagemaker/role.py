@@ -83,11 +83,13 @@ class Roles:
             arn = iam.get_role(RoleName=twin)["Role"]["Arn"]
         except ClientError:
             arn = iam.create_role(RoleName=twin, AssumeRolePolicyDocument=json.dumps(trust))["Role"]["Arn"]
-        for policy in iam.list_role_policies(RoleName=twin)["PolicyNames"]:
+        # Jobs that run are using it: nothing may be missing for a moment.
+        inline, old = _inline(iam, name), _inline(iam, twin)
+        for policy, document in inline.items():
+            if old.get(policy) != document:
+                iam.put_role_policy(RoleName=twin, PolicyName=policy, PolicyDocument=json.dumps(document))
+        for policy in old.keys() - inline.keys():
             iam.delete_role_policy(RoleName=twin, PolicyName=policy)
-        for policy in iam.list_role_policies(RoleName=name)["PolicyNames"]:
-            document = _document(iam.get_role_policy(RoleName=name, PolicyName=policy)["PolicyDocument"])
-            iam.put_role_policy(RoleName=twin, PolicyName=policy, PolicyDocument=json.dumps(document))
         wanted = _attached(iam, name)
         present = _attached(iam, twin)
         for policy in present - wanted:
@@ -100,6 +102,11 @@ class Roles:
 def role_name(arn: str) -> str:
     """The last part of a role's ARN, without its path."""
     return arn.rsplit("/", 1)[-1]
+
+
+def _inline(iam: Any, role: str) -> dict[str, dict[str, Any]]:
+    names = iam.list_role_policies(RoleName=role)["PolicyNames"]
+    return {name: _document(iam.get_role_policy(RoleName=role, PolicyName=name)["PolicyDocument"]) for name in names}
 
 
 def _attached(iam: Any, role: str) -> set[str]:

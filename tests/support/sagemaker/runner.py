@@ -120,7 +120,8 @@ class JobRunner:
         job.enter("InProgress", "Training", "Training image download completed. Training in progress.")
         job.training_started = job.training_started or time.time()
         deadline = time.monotonic() + self._request["StoppingCondition"].get("MaxRuntimeInSeconds", 86400)
-        logs = LogWriter(lambda: service.as_role(self._request["RoleArn"], "logs"), job.name, service.note)
+        role = self._request["RoleArn"]
+        logs = LogWriter(lambda action, stream: service.logs_as_role(role, action, stream), job.name, service.note)
         container = Container(self._command(), service.environment(job), job.folder, logs.write)
         try:
             while True:

@@ -21,6 +21,7 @@ from tests.support.sagemaker import rules, shapes
 from tests.support.sagemaker.errors import ApiError, not_found
 from tests.support.sagemaker.faults import Faults
 from tests.support.sagemaker.jobs import TERMINAL, Job
+from tests.support.sagemaker.logs import GROUP
 from tests.support.sagemaker.role import Roles, role_name
 from tests.support.sagemaker.runner import JobRunner, split
 
@@ -265,6 +266,22 @@ class Service:
         if self.emulator is None or self._roles is None:
             raise RuntimeError("jobs do not run without an emulator")
         return self.emulator.client(service, self._roles.credentials(role_arn))
+
+    def logs_as_role(self, role_arn: str, action: str, stream: str) -> Any:
+        """A Logs client for one action on one stream, if the execution role may; else raises ClientError.
+
+        CloudWatch Logs authorises a stream's actions on the stream, MiniStack on its group: with an authority that
+        knows better, that is asked, and the emulator's root writes.
+        """
+        if self.callers is None or self.emulator is None:
+            return self.as_role(role_arn, "logs")
+        group = f"arn:aws:logs:{self.region}:{self.account}:log-group:{GROUP}"
+        resource = f"{group}:log-stream:{stream}" if stream else group
+        reason = self.callers.refusal(role_arn, action, resource)
+        if reason is not None:
+            error = {"Error": {"Code": "AccessDeniedException", "Message": reason}}
+            raise ClientError(error, action.partition(":")[2])  # type: ignore[arg-type]
+        return self.emulator.client("logs")
 
     def role_credentials(self, job: Job) -> dict[str, str]:
         """Credentials of a job's role, as the container's endpoint hands them out."""
