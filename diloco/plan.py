@@ -9,6 +9,8 @@ from pydantic.alias_generators import to_camel
 
 from diloco.errors import ConfigurationError
 from diloco.exchange import layout
+from diloco.executors.sagemaker_request import job_name
+from diloco.sagemaker_run import job_settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -123,6 +125,7 @@ def make_plan(
     quotas = _needs(outputs.quotas, replicas, instance_type, spot=spot, keep_alive=keep_alive_seconds > 0)
     counted = {quota.name for quota in quotas}
     output_uri = f"{outputs.output_uri}/{run_id}"
+    settings = job_settings(outputs, run_id)
     cluster = outputs.cluster_name
     return Plan(
         run_id=run_id,
@@ -139,7 +142,7 @@ def make_plan(
         spot=spot,
         keep_alive_seconds=keep_alive_seconds,
         jobs=[
-            Job(rank=rank, name=job_name(outputs, run_id, rank), output_uri=f"{output_uri}/r{rank}")
+            Job(rank=rank, name=job_name(settings, rank, 1), output_uri=f"{output_uri}/r{rank}")
             for rank in range(replicas)
         ],
         network=Network(subnet_ids=outputs.subnet_ids, security_group_ids=outputs.security_group_ids),
@@ -159,11 +162,6 @@ def make_plan(
     )
 
 
-def job_name(outputs: StackOutputs, run_id: str, rank: int, submission: int = 1) -> str:
-    """A training job's name: `<prefix>-<run id>-r<rank>-s<submission>`."""
-    return f"{outputs.job_name_prefix}-{run_id}-r{rank}-s{submission}"
-
-
 def _argument_problems(
     outputs: StackOutputs, run_id: str, replicas: int, *, spot: bool, keep_alive_seconds: int
 ) -> list[str]:
@@ -173,7 +171,7 @@ def _argument_problems(
     if not 1 <= replicas <= MOST_JOBS:
         found.append(f"--replicas {replicas}: use 1 to {MOST_JOBS}")
     else:
-        longest = job_name(outputs, run_id, replicas - 1)
+        longest = job_name(job_settings(outputs, run_id), replicas - 1, 1)
         if len(longest) > MOST_NAME:
             found.append(
                 f"--run-id {run_id}: the job's name {longest} has {len(longest)} characters, and SageMaker takes "

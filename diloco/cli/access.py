@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from diloco.cli.app import app
-from diloco.cli.plan import OutputsOption, StackOption  # noqa: TC001 - typer reads the annotations
+from diloco.cli.options import OutputsOption, StackOption  # noqa: TC001 - typer reads the annotations
 from diloco.errors import ConfigurationError
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from diloco.cli.app import FAILED, app
-
-StackOption = Annotated[str | None, typer.Option(help="Stack of the Pulumi project whose outputs to use.")]
-OutputsOption = Annotated[
-    Path | None, typer.Option(help="File with what `pulumi stack output --json` printed; -: standard input.")
-]
+from diloco.cli.options import (  # noqa: TC001 - typer reads the annotations
+    JsonOption,
+    KeepAliveOption,
+    OutputsOption,
+    SpotOption,
+    StackOption,
+)
 
 
 @app.command()
@@ -24,12 +25,10 @@ def plan(
     outputs: OutputsOption = None,
     replicas: Annotated[int, typer.Option(help="Independent replicas of the model: training jobs.")] = 2,
     instance_type: Annotated[str | None, typer.Option(help="Of each job: ml.g5.2xlarge, …")] = None,
-    spot: Annotated[bool, typer.Option("--spot", help="On spot capacity.")] = False,
-    keep_alive: Annotated[
-        int, typer.Option(metavar="SECONDS", help="How long instances are kept warm after a job.")
-    ] = 0,
+    spot: SpotOption = False,
+    keep_alive: KeepAliveOption = 0,
     run_id: Annotated[str | None, typer.Option(help="Name of the run.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")] = False,
+    as_json: JsonOption = False,
 ) -> int:
     """Print what a run on a stack would create. Creates nothing. Exit code 1: it is known not to fit."""
     from diloco.plan import lines, make_plan
