@@ -10,13 +10,15 @@ Repeating is harmless: a second contribution of a round finds its own header and
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from diloco.errors import DivergedError, ObjectMissingError, OutcomeUnknownError, RoundError
-from diloco.exchange import codec, layout, rounds
+from diloco.exchange import codec, formats, layout, rounds
 from diloco.exchange.checkpoint import check_fragment, committed_mean, read_commit
 from diloco.exchange.clock import Timer
+from diloco.exchange.feedback import Feedback
 from diloco.exchange.flat import Flat
 from diloco.exchange.grace import Grace
 from diloco.exchange.membership import Attendance, check_fence, newest_attempts
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from diloco.exchange.clock import Poll
     from diloco.exchange.context import Context
     from diloco.exchange.records import Participant
+
+logger = logging.getLogger(__name__)
 
 MOST_EMPTY_ROUNDS = 3
 """So many rounds in a row without a single contribution end the run."""
@@ -80,7 +84,8 @@ class ObjectStoreAllReduce:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.rules = rounds.Rules(context.run.policy, context.run.world_size, context.run.min_replicas)
-        self._codec = codec.codec(context.run.codec)
+        self._codec = formats.codec(context.run.codec)
+        self.feedback = Feedback()
         self._attendance = Attendance(context)
         self.grace = Grace(context.settings.grace)
         self._present: dict[int, set[int]] = {}
@@ -113,8 +118,10 @@ class ObjectStoreAllReduce:
                     "attempt": str(member.attempt),
                     "nonce": new_nonce(),
                 },
+                residual=self.feedback.residual(fragment.index, fragment.numel) if self._codec.feedback else None,
             )
             if not encoded.finite:
+                self.feedback.forget_all()
                 await self.abstain(round_, fragment, rounds.NOT_FINITE)
                 return rounds.NOT_FINITE
             await check_fence(self.context.store, member)
@@ -198,6 +205,8 @@ class ObjectStoreAllReduce:
             )
         if commit.participants and commit.participants != wait.averaged:
             await committed_mean(self.context, commit, fragment.layout, wait.mean, self._own_payload(round_))
+        if self.context.member not in [participant.member for participant in commit.participants]:
+            self.feedback.forget(fragment.index)
         self._own = None
         return Outcome(commit)
 
@@ -226,6 +235,10 @@ class ObjectStoreAllReduce:
                 if decision.enough and wait.grace is None:
                     wait.grace = Timer(poll)
                     wait.seen = set(headers)
+                    late = ", ".join(decision.waiting_for)
+                    logger.info(
+                        "round %d: enough are there, grace period %.1f s for %s", round_, self.grace.seconds, late
+                    )
                 self.context.waiting_for = decision.waiting_for
                 return None
             if await self._average(round_, decision, wait):
