@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,10 +14,12 @@ from diloco.errors import ExitCode
 from diloco.exchange import layout
 from diloco.exchange.layout import Member
 from diloco.exchange.rounds import ABSENT, LATE
-from tests.chaos.harness import Run, header, held, payload, stopped
+from tests.chaos.harness import Run, header, held, payload, stopped, until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from diloco.exchange.records import Beat
 
     NewRun = Callable[..., Run]
 
@@ -34,18 +38,33 @@ def test_a_replica_stopped_past_every_waiting_time_is_left_out_and_catches_up(ne
 
 
 def test_observers_that_were_stopped_declare_nobody_dead(new_run: NewRun) -> None:
-    """All are stopped for longer than any waiting time while two of them wait for the third."""
-    run = new_run(rounds=4, exchange={"grace": 4, "dead_after": 4})
-    processes = [run.start(rank, points=[stopped("after", "create", header(2, rank))]) for rank in (0, 1)]
-    processes.append(run.start(2, points=[stopped("before", "create", payload(2, 2))]))
+    """Two wait for the third, and all are stopped for longer than any waiting time."""
+    run = new_run(rounds=4, exchange={"grace": 8, "dead_after": 3})
+    processes = [run.start(rank) for rank in (0, 1)]
+    processes.append(run.start(2, acts=[held(2, "go")]))
+    beats = [until(partial(_waits_for_rank_2, run, rank), f"rank {rank} to wait for rank 2") for rank in (0, 1)]
     for process in processes:
+        process.signal(signal.SIGSTOP)
         process.wait_until_stopped()
-    time.sleep(5)  # longer than grace and dead_after: the fault itself, not a wait for something
+    time.sleep(9)  # longer than both: the fault itself, not a wait for something
     for process in processes:
         process.signal(signal.SIGCONT)
+    for beat in beats:
+        until(partial(_goes_on, run, beat), f"rank {beat.rank} to be back")
+    run.create("go", b"")
     assert run.end(*processes) == [0, 0, 0]
     assert [member.rank for member in run.participants(2)] == [0, 1, 2]
     run.check(reported={0: 1, 1: 1, 2: 1})
+
+
+def _goes_on(run: Run, before: Beat) -> bool:
+    beat = run.beat(before.rank)
+    return beat is not None and beat.counter > before.counter + 2
+
+
+def _waits_for_rank_2(run: Run, rank: int) -> Beat | None:
+    beat = run.beat(rank)
+    return beat if beat is not None and beat.round == 2 and beat.waiting_for == ["rank 2"] else None
 
 
 @pytest.mark.parametrize("policy", ["strict", "skip"])
@@ -77,7 +96,11 @@ def test_a_straggler_is_left_out_after_the_grace_period_then_waited_for_by_nobod
     assert [run.left_out(round_).get(2) for round_ in range(6)] == [None, None, LATE, LATE, ABSENT, ABSENT]
     assert run.end(*others, straggler) == [0, 0, 0]
     run.check(reported={0: 1, 1: 1, 2: 1})
-    assert "left out: rank 2 (late)" in others[0].text()
+    said = others[0].text()
+    assert "left out: rank 2 (late)" in said
+    waited = dict(re.findall(r"round (\d): enough are there, grace period ([\d.]+) s for rank 2", said))
+    assert 1 <= float(waited["2"]) < 30
+    assert waited.keys() <= {"0", "1", "2", "3", "7"}
 
 
 def test_strict_names_rank_and_round_of_a_straggler_on_every_replica(new_run: NewRun) -> None:
