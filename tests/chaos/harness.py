@@ -100,7 +100,8 @@ class Process:
 
     def wait_until_stopped(self) -> None:
         """Until SIGSTOP has taken effect."""
-        until(lambda: self._state() == "T", f"rank {self.rank} to be stopped")
+        until(lambda: self._state() in "TX", f"rank {self.rank} to be stopped")
+        assert self.code is None, f"rank {self.rank} has ended:\n{self.text()}"
 
     def _state(self) -> str:
         try:
@@ -160,9 +161,8 @@ class Run:
             self._loop.run(self._empty())  # MiniStack holds every object in memory
         finally:
             self._loop.close()
-        if problem is not None:
-            for process in self.processes:
-                sys.stderr.write(f"\n--- rank {process.rank}, exit code {process.code}\n{process.text()}")
+        for process in self.processes:  # pytest shows it if the test has failed
+            sys.stderr.write(f"\n--- rank {process.rank}, exit code {process.code}\n{process.text()}")
 
     async def _empty(self) -> None:
         try:
