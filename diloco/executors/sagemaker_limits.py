@@ -77,6 +77,9 @@ def problems_of(settings: JobSettings, specs: Sequence[ReplicaSpec], submission:
     if unknown:
         yield f"gpu {', '.join(unknown)}: known are {', '.join(instances.FOR_GPU)}"
         return
+    if not settings.instance_types:
+        yield "no instance type: give --instance-type"
+        return
     seen = set()
     for spec in specs:
         for problem in _in_shape("CreateTrainingJobRequest", training_job(settings, spec, submission), ""):
@@ -171,9 +174,6 @@ def _of_times(settings: JobSettings) -> Iterator[str]:
 
 def _of_instances(settings: JobSettings) -> Iterator[str]:
     types = settings.instance_types
-    if not types:
-        yield "no instance type: give --instance-type"
-        return
     if len(set(types)) < len(types):
         yield f"--instance-types {','.join(types)} names one twice: name each once"
     with_volume = [name for name in types if not instances.has_local_disk(name)]

@@ -1,4 +1,4 @@
-"""An AWS account for tests: MiniStack that enforces IAM, its front end over TLS, SageMaker, quotas, and a launcher's user.
+"""An AWS account for tests: MiniStack that enforces IAM, its front end over TLS, SageMaker, quotas, a launcher's user.
 
 The stack is the real Pulumi program's, run by the real engine. The launcher is `scripts/launch.py` in a process of its
 own, as an IAM user with the stack's launcher policy and nothing else; the jobs' containers are processes with the
@@ -82,9 +82,7 @@ class TestAccount:
 
     def told(self) -> str:
         """What the jobs said of themselves, for a test that failed."""
-        lines = []
-        for job in self.service.jobs:
-            lines.append(f"{job.name}: {job.status} ({job.secondary}) {job.failure or ''}")
+        lines = [f"{job.name}: {job.status} ({job.secondary}) {job.failure or ''}" for job in self.service.jobs]
         logs = self.emulator.client("logs")
         try:
             events = logs.filter_log_events(logGroupName="/aws/sagemaker/TrainingJobs")["events"]

@@ -1,0 +1,177 @@
+"""Whole runs on the tests' SageMaker: from `pulumi up` to equal bits, and through what goes wrong on the way.
+
+Every job is a real process that trains; the launcher is `scripts/launch.py` as the user that the stack allows to.
+"""
+
+from __future__ import annotations
+
+import io
+import signal
+import tarfile
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.sagemaker.account import account
+from tests.support.engine import require
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.sagemaker.account import TestAccount
+    from tests.support.sagemaker.jobs import Job
+
+pytestmark = pytest.mark.timeout(400)
+
+SMALL = ("--trainer-kwargs-json", '{"batch_size": 2, "eval_batches": 1, "threads": 1}')
+PATIENCE = 120.0
+
+
+@pytest.fixture(scope="module")
+def _made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestAccount]:
+    require("pulumi", "pulumi-language-python", "pulumi-resource-pulumi-python")
+    with account(tmp_path_factory.mktemp("account")) as made:
+        yield made
+
+
+@pytest.fixture
+def aws(_made: TestAccount) -> Iterator[TestAccount]:
+    """The account, with whatever a test before had set undone."""
+    yield _made
+    faults = _made.service.faults
+    faults.rates.clear()
+    faults.no_capacity.clear()
+
+
+def run(replicas: int, run_id: str, *more: str, steps: int = 4, sync_every: int = 2) -> list[str]:
+    schedule = ["--replicas", str(replicas), "--steps", str(steps), "--sync-every", str(sync_every)]
+    return [*schedule, "--run-id", run_id, "--json", *SMALL, *more]
+
+
+def jobs(aws: TestAccount, run_id: str) -> list[Job]:
+    return [job for job in aws.service.jobs if f"-{run_id}-r" in job.name]
+
+
+def until(condition: Callable[[], object], what: str, aws: TestAccount) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} within {PATIENCE:g} s\n{aws.told()}"
+        time.sleep(0.05)
+
+
+def objects(aws: TestAccount, prefix: str) -> dict[str, bytes]:
+    s3 = aws.emulator.client("s3")
+    bucket = aws.stack.outputs()["bucket"]
+    found = s3.list_objects_v2(Bucket=bucket, Prefix=prefix).get("Contents", [])
+    return {entry["Key"]: s3.get_object(Bucket=bucket, Key=entry["Key"])["Body"].read() for entry in found}
+
+
+def check_finished(aws: TestAccount, run_id: str, document: dict[str, Any], replicas: int) -> None:
+    """The run has its result, all replicas hold the same bits, and no job is left or doubled."""
+    assert document["status"] == "succeeded"
+    assert document["rounds_committed"] == document["rounds_expected"]
+    assert {line["rank"] for line in document["replicas"]} == set(range(replicas))
+    assert len({line["digest"] for line in document["replicas"]}) == 1
+    assert all(job.terminal for job in jobs(aws, run_id))
+    finished = Counter(
+        job.name.split("-r")[-1].split("-s")[0] for job in jobs(aws, run_id) if job.status == "Completed"
+    )
+    assert finished == {str(rank): 1 for rank in range(replicas)}
+
+
+def test_from_pulumi_up_to_equal_bits(aws: TestAccount) -> None:
+    started = time.monotonic()
+    ended = aws.run("run", *run(4, "whole", "--model-from", "all"))
+    check_finished(aws, "whole", ended.document, 4)
+
+    collected = aws.run("collect", "whole", "--json")
+    assert {line["digest"] for line in collected.document["replicas"]} == {
+        line["digest"] for line in ended.document["replicas"]
+    }
+    # Each rank wrote the model as it holds it: byte for byte the same.
+    archives = [body for key, body in objects(aws, "output/whole/").items() if key.endswith("/model.tar.gz")]
+    assert len(archives) == 4
+    contents = [files_of(body) for body in archives]
+    assert contents[0].keys() >= {"model.safetensors", "config.json"}
+    assert all(content == contents[0] for content in contents)
+
+    status = aws.run("status", "whole", "--json").document
+    assert [job["status"] for job in status["jobs"]] == ["succeeded"] * 4
+    assert [entry["jobs"] for entry in aws.run("list", "--json").document if entry["run_id"] == "whole"] == [
+        {"Completed": 4}
+    ]
+    logs = aws.run("logs", "whole").out.splitlines()
+    assert {line.split("]")[0] for line in logs} == {f"[{rank}" for rank in range(4)}
+    assert sum("diloco metric: eval_loss=" in line for line in logs) >= 4
+    assert aws.service.problems == []
+    assert time.monotonic() - started < 300
+
+
+def files_of(archive: bytes) -> dict[str, bytes]:
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        members = [member for member in tar.getmembers() if member.isfile()]
+        return {member.name: file.read() for member in members if (file := tar.extractfile(member)) is not None}
+
+
+def test_a_spot_interruption_is_caught_up_by_the_same_job(aws: TestAccount) -> None:
+    launcher = aws.launch("run", *run(2, "spot", "--spot", steps=60))
+    until(lambda: any(key.endswith("00000003.json") for key in objects(aws, "rendezvous/spot/commits/")), "round", aws)
+
+    taken = next(job for job in jobs(aws, "spot") if "-r1-" in job.name)
+    aws.service.interrupt(taken)
+
+    document = aws.finish(launcher).document
+    check_finished(aws, "spot", document, 2)
+    assert taken.restarts == 1
+    assert len(jobs(aws, "spot")) == 2
+    claims = objects(aws, "rendezvous/spot/members/00001/")
+    assert len(claims) == 2  # the second start claimed the rank's next attempt
+
+
+def test_a_rank_without_capacity_goes_to_the_next_instance_type(aws: TestAccount) -> None:
+    aws.service.faults.no_capacity["ml.m5.xlarge"] = 1
+
+    ended = aws.run("run", *run(2, "capacity", "--spot", "--instance-types", "ml.m5.xlarge,ml.c5.xlarge"))
+
+    check_finished(aws, "capacity", ended.document, 2)
+    failed = [job for job in jobs(aws, "capacity") if job.status == "Failed"]
+    assert [job.instance_type for job in failed] == ["ml.m5.xlarge"]
+    again = aws.service.job(failed[0].name.replace("-s1", "-s2"))
+    assert again.instance_type == "ml.c5.xlarge"
+    assert len(jobs(aws, "capacity")) == 3
+    assert "Unable to provision" in ended.err
+
+
+def test_a_launcher_that_is_killed_half_way_is_followed_by_one_that_adopts(aws: TestAccount) -> None:
+    faults = aws.service.faults
+    faults.rates["CreateTrainingJob"], faults.burst = 0.01, 2
+    launcher = aws.launch("run", *run(4, "killed"))
+    until(lambda: faults.throttled and len(jobs(aws, "killed")) == 2, "third submission", aws)
+    launcher.send_signal(signal.SIGKILL)
+    launcher.communicate()
+    first = {job.name for job in jobs(aws, "killed")}
+    faults.rates.clear()
+
+    ended = aws.run("run", *run(4, "killed"))
+
+    check_finished(aws, "killed", ended.document, 4)
+    assert first == {f"diloco-dev-killed-r{rank}-s1" for rank in (0, 1)}
+    assert {job.name for job in jobs(aws, "killed")} == first | {f"diloco-dev-killed-r{rank}-s1" for rank in (2, 3)}
+
+
+def test_a_run_is_cancelled_and_resumed_from_elsewhere(aws: TestAccount) -> None:
+    launcher = aws.launch("run", *run(2, "cancelled", steps=400))
+    until(lambda: objects(aws, "rendezvous/cancelled/commits/"), "round", aws)
+
+    stopped = aws.run("cancel", "cancelled")
+
+    assert "2 jobs stopped" in stopped.out
+    left = aws.finish(launcher, code=1).document
+    assert left["status"] == "failed"
+    assert "took this run over" in left["error"]
+    assert [job.status for job in jobs(aws, "cancelled")] == ["Stopped", "Stopped"]
+    document = aws.run("resume", "cancelled", "--json").document
+    check_finished(aws, "cancelled", document, 2)
+    assert len(jobs(aws, "cancelled")) == 4
