@@ -151,7 +151,11 @@ class Submitter:
             if self._create(spec, number, deadline):
                 newest[rank] = number
                 return name
-            adopted = self._adopted(spec, number)
+            try:
+                adopted = self._adopted(spec, number)
+            except ConfigurationError:
+                tried.pop()  # another run's: it is not this one's to stop
+                raise
             if adopted is not None:
                 newest[rank] = number
                 self._note(f"rank {rank}: {name} is there already, and goes on")
