@@ -165,7 +165,8 @@ class TrainerImage(pulumi.ComponentResource):
                     "password": pulumi.Output.secret(token.password),
                 }
             ],
-            opts=pulumi.ResourceOptions(parent=repository),
+            # Deleting the resource would delete its manifest, and a repository that holds images must be kept.
+            opts=pulumi.ResourceOptions(parent=repository, deleted_with=repository),
         )
         self.uri = pulumi.Output.concat(repository.repository_url, "@", image.digest)
         self.repository_arn = repository.arn

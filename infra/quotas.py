@@ -209,7 +209,7 @@ class WarmPoolQuota(pulumi.ComponentResource):
     """The quotas that jobs of some instance types need: training, spot, and warm pools, whose default is 0."""
 
     quotas: pulumi.Output[Sequence[Mapping[str, Any]]]
-    """As :class:`diloco.stack.QuotaOutput` reads them. One that AWS has refused is logged as an error."""
+    """As :class:`diloco.stack.QuotaOutput` reads them. One that AWS has refused ends the update with an error."""
 
     def __init__(self, name: str, args: WarmPoolQuotaArgs, opts: pulumi.ResourceOptions | None = None) -> None:
         super().__init__("diloco:infra:WarmPoolQuota", name, None, opts)
@@ -226,22 +226,27 @@ class WarmPoolQuota(pulumi.ComponentResource):
                 },
                 pulumi.ResourceOptions(parent=self, retain_on_delete=False),
             )
-            found.append(
-                pulumi.Output.all(
-                    quota, wanted, resource.value, resource.status, resource.request_id, resource.message
-                ).apply(_as_output)
+            known = pulumi.Output.all(
+                quota, wanted, resource.value, resource.status, resource.request_id, resource.message
             )
+            found.append(known.apply(_as_output))
+            # Apart from the outputs: an error in what is exported would keep all of them from being exported.
+            known.apply(_refuse)
         self.quotas = pulumi.Output.all(*found)
         self.register_outputs({"quotas": self.quotas})
 
 
 def _as_output(known: Sequence[Any]) -> dict[str, Any]:
-    name, wanted, value, status, request_id, message = known
+    name, wanted, value, status, request_id, _ = known
+    output = {"name": name, "value": value, "wanted": wanted, "status": status}
+    return output | ({"requestId": request_id} if request_id else {})
+
+
+def _refuse(known: Sequence[Any]) -> None:
+    """RunError for a quota that AWS has refused."""
+    name, wanted, value, status, _, message = known
     if status == "refused":
-        # An error in the log fails the update too, but lets the outputs through: what is there can be used.
-        pulumi.log.error(
+        raise pulumi.RunError(
             f"diloco:quotas: {name} is {value:g}, and AWS refused {wanted}: {message}; ask AWS Support, or lower what "
             "quotas wants"
         )
-    output = {"name": name, "value": value, "wanted": wanted, "status": status}
-    return output | ({"requestId": request_id} if request_id else {})

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pulumi
 import pytest
 
 from diloco.stack import QuotaOutput
-from infra.quotas import QuotaProvider, _as_output, wanted_quotas
+from infra.quotas import QuotaProvider, _as_output, _refuse, wanted_quotas
 from infra.settings import QuotaSettings
 from tests.support.quotas import QuotaServer, sagemaker_quotas
 
@@ -159,13 +160,16 @@ def test_diff_replaces_for_another_quota_and_updates_for_another_wish(quotas: Qu
     assert (other.changes, other.replaces) == (True, ["name"])
 
 
-def test_a_refusal_is_an_error_with_key_and_fix_and_an_output_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    logged: list[str] = []
-    monkeypatch.setattr("pulumi.log.error", logged.append)
-    refused = _as_output(["ml.x", 8, 0.0, "refused", "", "no"])
-    (error,) = logged
-    assert error.startswith("diloco:quotas: ml.x is 0, and AWS refused 8: no; ask AWS Support")
-    assert QuotaOutput.model_validate(refused).status == "refused"
-    assert _as_output(["ml.x", 8, 0.0, "pending", "r", "…"])["requestId"] == "r"
-    assert "requestId" not in _as_output(["ml.x", 8, 8.0, "enough", "", ""])
-    assert len(logged) == 1
+def test_a_refusal_is_an_error_with_key_and_fix_and_an_output_all_the_same() -> None:
+    refused = ["ml.x", 8, 0.0, "refused", "", "no"]
+    assert QuotaOutput.model_validate(_as_output(refused)).status == "refused"
+    with pytest.raises(pulumi.RunError, match=r"^diloco:quotas: ml.x is 0, and AWS refused 8: no; ask AWS Support"):
+        _refuse(refused)
+
+
+@pytest.mark.parametrize("status", ["enough", "requested", "pending", "low"])
+def test_what_is_not_refused_is_an_output_only(status: str) -> None:
+    known = ["ml.x", 8, 0.0, status, "r", "…"]
+    assert QuotaOutput.model_validate(_as_output(known)).request_id == "r"
+    assert "requestId" not in _as_output([*known[:4], "", ""])
+    _refuse(known)
