@@ -17,6 +17,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 
+# unshare's own --fork tells a killed child's end as exit code 1 (util-linux 2.38), a shell as 128 + n; without its word
+# for it on stderr, which is the child's.
+_OUTSIDE = """
+exec 3>&2 2>/dev/null
+(exec setpriv --pdeathsig KILL /bin/sh -c "$@" 2>&3 3>&-)
+exit $?
+"""
+_INSIDE = "mount -t proc proc /proc || exit 1\n"
+
+
 class NamespacedProcess:
     """Starts at once. `set_up` is a shell script that mounts, and ends in `exec`; `arguments` are its own. `lines`
     gets each line of stdout and stderr.
@@ -28,8 +38,8 @@ class NamespacedProcess:
         as_root = [] if os.geteuid() == 0 else ["--map-root-user"]
         self._process = subprocess.Popen(
             [
-                *("setpriv", "--pdeathsig", "KILL", "unshare", *as_root, "--mount", "--pid", "--fork"),
-                *("--mount-proc", "--kill-child", "--propagation", "private", "/bin/sh", "-c", set_up, "sh"),
+                *("setpriv", "--pdeathsig", "KILL", "unshare", *as_root, "--mount", "--pid"),
+                *("--propagation", "private", "/bin/sh", "-c", _OUTSIDE, "sh", _INSIDE + set_up, "sh"),
                 *arguments,
             ],
             stdin=subprocess.DEVNULL,

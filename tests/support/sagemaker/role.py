@@ -1,4 +1,4 @@
-"""The execution role, as the service uses it: its trust is checked, and its permissions are those that it has.
+"""A role, as the service that it trusts uses it: its trust is checked, and its permissions are those that it has.
 
 MiniStack refuses AssumeRole on a trust with `aws:SourceArn`, which the service's own call would satisfy. So the trust
 is evaluated here, and a twin with the same permission policies, trusted by the account, is assumed in the role's place.
@@ -15,23 +15,33 @@ from botocore.exceptions import ClientError
 from tests.support.sagemaker.errors import ApiError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 SERVICE = "sagemaker.amazonaws.com"
 SESSION = "SageMaker"
 
 
 class Roles:
-    """Twins of execution roles. `client` makes a boto3 client of the emulator's root."""
+    """Twins of roles that trust `service`. `client` makes a boto3 client of the emulator's root."""
 
-    def __init__(self, client: Callable[[str], Any], account: str, region: str) -> None:
+    def __init__(self, client: Callable[[str], Any], account: str, region: str, service: str = SERVICE) -> None:
         self._client = client
+        self._service = service
         self._account = account
         self._region = region
         self._lock = threading.Lock()
 
-    def check_trust(self, role_arn: str, job_arn: str) -> None:
-        """Raise the service's error unless the role trusts it for this job, conditions included."""
+    def check_trust(
+        self,
+        role_arn: str,
+        source_arn: str,
+        *,
+        action: str = "sts:AssumeRole",
+        request: Mapping[str, str] | None = None,
+    ) -> None:
+        """Raise the service's error unless the role trusts it for this resource, conditions included. `request` are
+        more keys that a condition may ask for.
+        """
         from ministack.core.iam_evaluator import (  # type: ignore[import-untyped]
             EvalContext,
             evaluate_trust_policy,
@@ -40,7 +50,7 @@ class Roles:
         refused = ApiError(
             "ValidationException",
             f"Could not assume role {role_arn}. Please ensure that the role exists and allows principal"
-            f" '{SERVICE}' to assume the role.",
+            f" '{self._service}' to assume the role.",
         )
         try:
             role = self._client("iam").get_role(RoleName=role_name(role_arn))["Role"]
@@ -48,22 +58,26 @@ class Roles:
             raise refused from None
         trust = _document(role["AssumeRolePolicyDocument"])
         context = EvalContext(
-            principal_arn=SERVICE,
+            principal_arn=self._service,
             principal_type="Service",
             principal_account=self._account,
-            action="sts:AssumeRole",
+            action=action,
             resource_arn=role_arn,
             region=self._region,
-            service_context={"aws:sourcearn": job_arn, "aws:sourceaccount": self._account},
+            service_context={
+                "aws:sourcearn": source_arn,
+                "aws:sourceaccount": self._account,
+                **{name.lower(): value for name, value in (request or {}).items()},
+            },
         )
-        if role["Arn"] != role_arn or not _trusts(trust, context, evaluate_trust_policy):
+        if role["Arn"] != role_arn or not _trusts(trust, self._service, context, evaluate_trust_policy):
             raise refused
 
-    def credentials(self, role_arn: str) -> dict[str, str]:
+    def credentials(self, role_arn: str, seconds: int = 3600) -> dict[str, str]:
         """Fresh credentials with the role's present permissions, as STS returns them."""
         with self._lock:
             twin = self._twin(role_name(role_arn))
-        answer = self._client("sts").assume_role(RoleArn=twin, RoleSessionName=SESSION, DurationSeconds=3600)
+        answer = self._client("sts").assume_role(RoleArn=twin, RoleSessionName=SESSION, DurationSeconds=seconds)
         credentials: dict[str, str] = answer["Credentials"]
         return credentials
 
@@ -118,7 +132,7 @@ def _document(policy: Any) -> dict[str, Any]:
     return document
 
 
-def _trusts(trust: dict[str, Any], context: Any, evaluate: Callable[..., bool]) -> bool:
+def _trusts(trust: dict[str, Any], service: str, context: Any, evaluate: Callable[..., bool]) -> bool:
     """Whether a trust policy lets the service in. The evaluator compares callers' ARNs, so statements that name the
     service are handed to it with the principal that it reads as anyone.
     """
@@ -128,6 +142,6 @@ def _trusts(trust: dict[str, Any], context: Any, evaluate: Callable[..., bool]) 
         principal = statement.get("Principal", {})
         services = principal.get("Service", []) if isinstance(principal, dict) else []
         services = [services] if isinstance(services, str) else services
-        if principal == "*" or SERVICE in services:
+        if principal == "*" or service in services:
             mine.append({**statement, "Principal": "*"})
     return evaluate({"Statement": mine}, context.principal_arn, context)

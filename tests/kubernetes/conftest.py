@@ -1,0 +1,35 @@
+"""What these tests share: one control plane and one node, and a namespace for each test."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.cluster import Cluster, Image
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SHELL = "registry.test/shell:1"
+"""An image whose containers run any command of this machine."""
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One cluster for all tests of this folder."""
+    if os.geteuid() != 0:
+        pytest.skip("the node's containers are made by mounts and other users' processes: run as root")
+    shell = Image(entrypoint=("/bin/sh",), env={"PATH": "/usr/local/bin:/usr/bin:/bin"}, folder="/")
+    with Cluster(tmp_path_factory.mktemp("cluster"), images={SHELL: shell}) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def namespace(cluster: Cluster) -> Iterator[str]:
+    """A namespace of this test, which enforces the restricted Pod Security Standard."""
+    name = cluster.namespace(f"test-{secrets.token_hex(4)}")
+    yield name
+    cluster.core.delete_namespace(name)

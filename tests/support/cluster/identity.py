@@ -1,0 +1,156 @@
+"""How pods on EKS become a role: the webhook that tells them where, and Pod Identity's agent on the node.
+
+Associations, roles and credentials are MiniStack's (EKS, IAM, STS), tokens are the API server's. The agent reviews the
+pod's token, finds the association, checks the role's trust, and hands out credentials that expire.
+https://docs.aws.amazon.com/eks/latest/userguide/pod-id-how-it-works.html
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any, Self
+
+from tests.support.cluster import pod as pods
+from tests.support.cluster.container import Mount
+from tests.support.sagemaker.errors import ApiError
+from tests.support.sagemaker.role import Roles
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.sagemaker.service import Emulator
+
+SERVICE = "pods.eks.amazonaws.com"
+AUDIENCE = SERVICE
+ACCOUNT = "123456789012"
+ROLE_ANNOTATION = "eks.amazonaws.com/role-arn"
+
+_POD_FOLDER = "/var/run/secrets/pods.eks.amazonaws.com/serviceaccount"
+_WEB_FOLDER = "/var/run/secrets/eks.amazonaws.com/serviceaccount"
+
+
+@dataclass
+class Injected:
+    """What the webhook adds to a pod."""
+
+    env: dict[str, str] = field(default_factory=dict)
+    mounts: list[Mount] = field(default_factory=list)
+
+
+class PodIdentityAgent:
+    """Use it as a context manager. Credentials live for `seconds`; `served` counts how often they were given out."""
+
+    def __init__(self, emulator: Emulator, cluster: str, *, seconds: int = 3600) -> None:
+        self.core: Any = None
+        self.authentication: Any = None
+        self.seconds = seconds
+        self.served = 0
+        self._emulator = emulator
+        self._cluster = cluster
+        self._roles = Roles(emulator.client, ACCOUNT, emulator.region, SERVICE)
+        handler = type("Handler", (_Handler,), {"agent": self})
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def inject(self, pod: Any, folder: Path) -> Injected:
+        """What EKS's webhook would have added to this pod: Pod Identity before a role in the ServiceAccount."""
+        namespace, account = pod.metadata.namespace, pod.spec.service_account_name
+        region = {"AWS_REGION": self._emulator.region, "AWS_DEFAULT_REGION": self._emulator.region}
+        if self._association(namespace, account) is not None:
+            self._write(folder / "eks-pod-identity-token", pod, AUDIENCE)
+            env = {
+                "AWS_CONTAINER_CREDENTIALS_FULL_URI": f"http://127.0.0.1:{self._server.server_address[1]}/v1/credentials",
+                "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE": f"{_POD_FOLDER}/eks-pod-identity-token",
+            }
+            return Injected(env | region, [Mount("ro", str(folder), _POD_FOLDER)])
+        annotations = self.core.read_namespaced_service_account(account, namespace).metadata.annotations or {}
+        if ROLE_ANNOTATION not in annotations:
+            return Injected()
+        self._write(folder / "token", pod, "sts.amazonaws.com")
+        env = {
+            "AWS_ROLE_ARN": annotations[ROLE_ANNOTATION],
+            "AWS_WEB_IDENTITY_TOKEN_FILE": f"{_WEB_FOLDER}/token",
+            "AWS_ENDPOINT_URL_STS": self._emulator.endpoint_url,
+        }
+        return Injected(env | region, [Mount("ro", str(folder), _WEB_FOLDER)])
+
+    def credentials(self, token: str) -> dict[str, Any] | None:
+        """Credentials for the holder of a pod's token, or None for anybody else."""
+        review = self.authentication.create_token_review({"spec": {"token": token, "audiences": [AUDIENCE]}})
+        if not review.status.authenticated or AUDIENCE not in (review.status.audiences or ()):
+            return None
+        _, _, namespace, account = review.status.user.username.split(":")
+        role = self._association(namespace, account)
+        if role is None:
+            return None
+        source = f"arn:aws:eks:{self._emulator.region}:{ACCOUNT}:cluster/{self._cluster}"
+        tags = {
+            "aws:RequestTag/kubernetes-namespace": namespace,
+            "aws:RequestTag/kubernetes-service-account": account,
+        }
+        try:
+            for action in ("sts:AssumeRole", "sts:TagSession"):
+                self._roles.check_trust(role, source, action=action, request=tags)
+        except ApiError:
+            return None
+        found = self._roles.credentials(role, self.seconds)
+        self.served += 1
+        expires: Any = found["Expiration"]
+        return {
+            "AccessKeyId": found["AccessKeyId"],
+            "SecretAccessKey": found["SecretAccessKey"],
+            "Token": found["SessionToken"],
+            "AccountId": ACCOUNT,
+            "Expiration": expires.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        }
+
+    def _association(self, namespace: str, account: str) -> str | None:
+        """The role that a ServiceAccount is associated with."""
+        eks = self._emulator.client("eks")
+        try:
+            found = eks.list_pod_identity_associations(
+                clusterName=self._cluster, namespace=namespace, serviceAccount=account
+            )["associations"]
+        except eks.exceptions.ResourceNotFoundException:
+            return None
+        if not found:
+            return None
+        described = eks.describe_pod_identity_association(
+            clusterName=self._cluster, associationId=found[0]["associationId"]
+        )
+        return str(described["association"]["roleArn"])
+
+    def _write(self, path: Path, pod: Any, audience: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.chmod(0o755)
+        path.write_text(pods.token(self.core, pod, audience, 3600))
+
+
+class _Handler(BaseHTTPRequestHandler):
+    agent: PodIdentityAgent
+
+    def do_GET(self) -> None:
+        token = self.headers.get("Authorization", "")
+        found = self.agent.credentials(token) if self.path == "/v1/credentials" and token else None
+        body = json.dumps(found or {"message": "no credentials for this token"}).encode()
+        self.send_response(200 if found else 403)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing: a request is no news."""
