@@ -23,11 +23,15 @@ class Faults:
     """Part of a job's name → code and message with which it is always refused."""
     lost_answers: int = 0
     """How many of the next CreateTrainingJob calls are carried out, and their connection closed."""
+    lose_every: int = 0
+    """Every n-th CreateTrainingJob, too; 0: none."""
     no_capacity: dict[str, int] = field(default_factory=dict)
     """Instance type → how many of the next starts on it fail for lack of capacity."""
     quotas: dict[str, int] = field(default_factory=dict)
     """By the quota's name; what is not here is not limited, but warm pools, whose default is 0."""
     throttled: int = field(default=0, init=False)
+    lost: int = field(default=0, init=False)
+    _created: int = field(default=0, init=False)
     _buckets: dict[str, tuple[float, float]] = field(default_factory=dict, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
@@ -66,6 +70,9 @@ class Faults:
     def lose_answer(self) -> bool:
         """Whether the answer to this creation is lost."""
         with self._lock:
+            self._created += 1
             lost = self.lost_answers > 0
             self.lost_answers -= lost
+            lost = lost or (self.lose_every > 0 and self._created % self.lose_every == 0)
+            self.lost += lost
             return lost
