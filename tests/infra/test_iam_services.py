@@ -7,7 +7,7 @@ https://docs.aws.amazon.com/service-authorization/latest/reference/reference_pol
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -41,6 +41,10 @@ SMALL: Context = {"sagemaker:InstanceTypes": ["ml.g5.xlarge"]}
 
 def with_small(**more: str) -> Context:
     return {**SMALL, **{f"sagemaker:{name}": value for name, value in more.items()}}
+
+
+def named(*rows: tuple[str, str, str, Context]) -> list[Any]:
+    return [pytest.param(*row, id=name) for name, *row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +82,8 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Authority]:
 
 
 @pytest.mark.parametrize(
-    ("name", "action", "resource", "context"),
-    [
+    ("action", "resource", "context"),
+    named(
         ("start a job", CREATE, JOB, SMALL),
         (
             "start one of each allowed type",
@@ -101,17 +105,17 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Authority]:
         ("list default quotas", "servicequotas:ListAWSDefaultServiceQuotas", "*", {}),
         ("read a job's log", "logs:GetLogEvents", STREAM, {}),
         ("use the key for the bucket", "kms:Decrypt", KEY, {"kms:ViaService": "s3.us-east-1.amazonaws.com"}),
-    ],
+    ),
 )
-def test_the_launcher_may(authority: Authority, name: str, action: str, resource: str, context: Context) -> None:
+def test_the_launcher_may(authority: Authority, action: str, resource: str, context: Context) -> None:
     decision = authority.authorise(LAUNCHER, action, resource, context)
-    assert decision, f"{name}: {decision.reason}"
+    assert decision, decision.reason
     assert not authority.authorise(STRANGER, action, resource, context)
 
 
 @pytest.mark.parametrize(
-    ("name", "action", "resource", "context"),
-    [
+    ("action", "resource", "context"),
+    named(
         ("start a job of another name", CREATE, OTHER_JOB, SMALL),
         ("start a job whose name begins alike", CREATE, ALIKE_JOB, SMALL),
         ("start a job elsewhere", CREATE, JOB.replace("us-east-1", "eu-west-1"), SMALL),
@@ -140,15 +144,15 @@ def test_the_launcher_may(authority: Authority, name: str, action: str, resource
         ("use the key for itself", "kms:Decrypt", KEY, {}),
         ("use the key for another service", "kms:Decrypt", KEY, {"kms:ViaService": "ebs.us-east-1.amazonaws.com"}),
         ("change the key's policy", "kms:PutKeyPolicy", KEY, {}),
-    ],
+    ),
 )
-def test_the_launcher_may_not(authority: Authority, name: str, action: str, resource: str, context: Context) -> None:
-    assert authority.authorise(LAUNCHER, action, resource, context).kind == "implicitDeny", name
+def test_the_launcher_may_not(authority: Authority, action: str, resource: str, context: Context) -> None:
+    assert authority.authorise(LAUNCHER, action, resource, context).kind == "implicitDeny"
 
 
 @pytest.mark.parametrize(
-    ("name", "action", "resource", "context"),
-    [
+    ("action", "resource", "context"),
+    named(
         ("make its log stream", "logs:CreateLogStream", STREAM, {}),
         ("write its log", "logs:PutLogEvents", STREAM, {}),
         # AWS names the group so: https://github.com/terraform-aws-modules/terraform-aws-ecs/pull/313
@@ -159,17 +163,17 @@ def test_the_launcher_may_not(authority: Authority, name: str, action: str, reso
         ("make an interface", "ec2:CreateNetworkInterface", INTERFACE, {}),
         ("drop an interface of its subnet", "ec2:DeleteNetworkInterface", INTERFACE, {"ec2:Subnet": SUBNET}),
         ("look at subnets", "ec2:DescribeSubnets", "*", {}),
-    ],
+    ),
 )
-def test_a_job_may(authority: Authority, name: str, action: str, resource: str, context: Context) -> None:
+def test_a_job_may(authority: Authority, action: str, resource: str, context: Context) -> None:
     decision = authority.authorise(ROLE, action, resource, context)
-    assert decision, f"{name}: {decision.reason}"
+    assert decision, decision.reason
     assert not authority.authorise(STRANGER, action, resource, context)
 
 
 @pytest.mark.parametrize(
-    ("name", "action", "resource", "context"),
-    [
+    ("action", "resource", "context"),
+    named(
         ("make another job's log stream", "logs:CreateLogStream", OTHER_STREAM, {}),
         ("write another job's log", "logs:PutLogEvents", OTHER_STREAM, {}),
         ("read its log back", "logs:GetLogEvents", STREAM, {}),
@@ -182,7 +186,7 @@ def test_a_job_may(authority: Authority, name: str, action: str, resource: str, 
         ("drop another's interface", "ec2:DeleteNetworkInterface", INTERFACE, {"ec2:Subnet": OTHER_SUBNET}),
         ("start machines", "ec2:RunInstances", PLACE.arn("ec2", "instance/*"), {}),
         ("raise a quota", "servicequotas:RequestServiceQuotaIncrease", QUOTA, {}),
-    ],
+    ),
 )
-def test_a_job_may_not(authority: Authority, name: str, action: str, resource: str, context: Context) -> None:
-    assert authority.authorise(ROLE, action, resource, context).kind == "implicitDeny", name
+def test_a_job_may_not(authority: Authority, action: str, resource: str, context: Context) -> None:
+    assert authority.authorise(ROLE, action, resource, context).kind == "implicitDeny"

@@ -68,7 +68,6 @@ class Buildah:
         """Build `dockerfile` (default: `context`/Dockerfile) and return the image's id. pip inside sees this machine's
         index and certificates, as a secret, so no layer keeps them. Raises ImageError.
         """
-        # SageMaker refuses OCI's media types: https://github.com/aws/amazon-sagemaker-feedback/issues/180
         command = [
             "bud",
             "--format",
@@ -99,7 +98,10 @@ class Buildah:
         """Push to `host:port/repository:tag` of a registry on this machine (plain HTTP); returns `sha256:…`."""
         with tempfile.TemporaryDirectory(prefix="diloco-push-") as folder:
             digest = Path(folder) / "digest"
-            self("push", "--tls-verify=false", "--digestfile", str(digest), image, f"docker://{reference}")
+            # SageMaker refuses OCI's media types (https://github.com/aws/amazon-sagemaker-feedback/issues/180). Not at
+            # the build: buildah then writes a container's name, another each time, into the image.
+            options = ("--format", "v2s2", "--tls-verify=false", "--digestfile", str(digest))
+            self("push", *options, image, f"docker://{reference}")
             return digest.read_text().strip()
 
     def pull(self, reference: str) -> str:
