@@ -3,7 +3,7 @@ PYTHON ?= $(shell python3 -c 'import sys; print("python3" if sys.version_info >=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo test image-test infra-test check benchmarks lock clean
+.PHONY: install demo test image-test infra-test localstack check benchmarks lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -11,6 +11,7 @@ help:
 	@echo "make test        run the tests"
 	@echo "make infra-test  the tests of the Pulumi program alone: they need the pulumi CLI, and say what else is missing"
 	@echo "make image-test  build the image on a small base and run replicas from it (as root; buildah and debootstrap)"
+	@echo "make localstack  LocalStack in .localstack-venv, for the tests that run on it as well as on MiniStack"
 	@echo "make check       lint, formatting, types"
 	@echo "make benchmarks  the figures of the documentation, as JSON"
 	@echo "make install     .venv with everything (also done by the others)"
@@ -38,6 +39,16 @@ infra-test: install
 
 image-test: install
 	$(BIN)/python -m pytest tests/container
+
+# LocalStack's free core, which some tests of tests/infra run on too: Python 3.11, and an environment of its own since its
+# botocore has no matching aiobotocore.
+LOCALSTACK := .localstack-venv
+localstack: $(LOCALSTACK)/.installed
+
+$(LOCALSTACK)/.installed:
+	python3.11 -m venv $(LOCALSTACK)
+	$(LOCALSTACK)/bin/python -m pip install --quiet 'localstack-core[runtime]==4.13.1' 'cbor2<6' service-identity pyopenssl==24.3.0
+	touch $@
 
 check: install
 	$(BIN)/ruff check .

@@ -60,7 +60,12 @@ def _no_credentials_leak(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def embedded_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedS3]:
-    """One MiniStack for all tests of this process."""
+    """One MiniStack for all tests of this process, or the S3 that `$DILOCO_TEST_S3` names."""
+    if endpoint := os.environ.get("DILOCO_TEST_S3"):
+        from tests.support.localstack import RunningS3
+
+        yield RunningS3(endpoint)
+        return
     with EmbeddedS3(tmp_path_factory.mktemp("s3") / "data") as s3:
         yield s3
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -27,7 +28,11 @@ class MakeStack(Protocol):
     """Makes a stack whose AWS is the emulator behind the gate; keywords are keys of the project's configuration."""
 
     def __call__(
-        self, config: Mapping[str, Any] | None = None, *, name: str = "dev", main: Path | None = None
+        self,
+        config: Mapping[str, Any] | None = None,
+        *,
+        name: str = "dev",
+        main: Path | None = None,
     ) -> PulumiStack: ...
 
 
@@ -46,13 +51,16 @@ def gate(aws: Emulator) -> Iterator[Gate]:
 
 
 @pytest.fixture
-def make_stack(tmp_path: Path, gate: Gate, adopted_image: str) -> Iterator[MakeStack]:
+def make_stack(tmp_path: Path, aws: Emulator, gate: Gate, adopted_image: str) -> Iterator[MakeStack]:
     """Stacks of this test. Their image is one that exists, unless their configuration says otherwise."""
     require("pulumi", "pulumi-language-python", "pulumi-resource-pulumi-python")
     with ExitStack() as stacks:
 
         def make(
-            config: Mapping[str, Any] | None = None, *, name: str = "dev", main: Path | None = None
+            config: Mapping[str, Any] | None = None,
+            *,
+            name: str = "dev",
+            main: Path | None = None,
         ) -> PulumiStack:
             folder = tmp_path / f"stack-{len(made)}"
             folder.mkdir()
@@ -61,7 +69,7 @@ def make_stack(tmp_path: Path, gate: Gate, adopted_image: str) -> Iterator[MakeS
                 PulumiStack(
                     folder,
                     name=name,
-                    environment=environment(gate),
+                    environment=environment(aws, gate),
                     config=full_config(adopted_image, config or {}),
                     main=main,
                 )
@@ -95,15 +103,19 @@ def adopted_image(aws: Emulator) -> str:
     return f"{ACCOUNT}.dkr.ecr.{REGION}.amazonaws.com/shared/trainer@{digest}"
 
 
-def environment(gate: Gate) -> dict[str, str]:
+def environment(aws: Emulator, gate: Gate) -> dict[str, str]:
     """What reaches the emulator and nothing else."""
     return {
         "AWS_ENDPOINT_URL": gate.endpoint_url,
         "AWS_ACCESS_KEY_ID": "test",
         "AWS_SECRET_ACCESS_KEY": "test",
-        "NO_PROXY": "127.0.0.1",
-        "no_proxy": "127.0.0.1",
+        # Images are pushed to the emulator itself: they come in chunks of unknown length.
+        "DILOCO_TEST_REGISTRY": urlsplit(aws.endpoint_url).netloc,
+        **LOOPBACK,
     }
+
+
+LOOPBACK = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
 
 
 def full_config(image: str, config: Mapping[str, Any]) -> dict[str, Any]:

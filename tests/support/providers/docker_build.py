@@ -47,11 +47,19 @@ class Image(Resource):
 
     urn_type = "docker-build:index:Image"
     arguments = frozenset(
-        {"buildArgs", "buildOnPreview", "context", "dockerfile", "labels", "platforms", "push", "registries", "tags"}
+        {"buildArgs", "buildOnPreview", "context", "dockerfile", "network", "platforms", "push", "registries", "tags"}
         | {"target"}
     )
     recomputed = frozenset({"contextHash", "digest", "ref"})
     regional = False
+
+    def check(self, logical: str, inputs: Plain, old: Plain, seed: bytes) -> tuple[Plain, dict[str, str]]:
+        checked, problems = super().check(logical, inputs, old, seed)
+        if inputs.get("network", "default") != "default":
+            problems["network"] = "the stand-in builds in the default network only"
+        if not inputs.get("push"):
+            problems["push"] = "the stand-in builds only what is pushed"
+        return checked, problems
 
     def create(self, inputs: Plain) -> str:
         return str(self._build(inputs))
@@ -90,8 +98,6 @@ class Image(Resource):
             _manifest("DELETE", _local(tag), state["digest"])
 
     def _build(self, inputs: Plain) -> str:
-        if not inputs.get("push"):
-            raise RefusedError("the stand-in builds only what is pushed: push=True")
         context = Path(inputs["context"]["location"])
         dockerfile = inputs.get("dockerfile", {}).get("location")
         digest = ""
