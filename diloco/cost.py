@@ -24,6 +24,10 @@ LISTS_A_ROUND = 10.0
 replicas are about as fast (docs/figures.md)."""
 
 
+BYTES_A_VALUE = {"fp32": 4.0, "bf16": 2.0, "int8": 512 / 508, "int4": 512 / 1016}
+"""Of a payload, by codec; the integers' blocks hold a scale each."""
+
+
 class Prices(BaseModel):
     """Dollars. Every price is of `region`; others differ by some tens of percent."""
 
@@ -78,8 +82,7 @@ def round_traffic(
     `parameters` are of the whole model (a round carries one fragment), `mbit` is one replica's bandwidth to S3 in
     megabits a second.
     """
-    width = {"fp32": 4, "bf16": 2}[codec]
-    payload = parameters / fragments * width
+    payload = parameters / fragments * BYTES_A_VALUE[codec]
     up = replicas * payload
     down = replicas * (replicas - 1) * payload
     puts = replicas * (2 + LISTS_A_ROUND) + 1

@@ -58,8 +58,15 @@ class TestAccount:
 
     def launch(self, command: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
         """Start a command of `scripts/launch.py` on the stack's outputs."""
+        return self._start("launch.py", command, *arguments, **environment)
+
+    def script(self, name: str, *arguments: str, code: int | None = 0, **environment: str) -> Ended:
+        """Run another script to its end."""
+        return self.finish(self._start(name, *arguments, **environment), code=code)
+
+    def _start(self, name: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, str(ROOT / "scripts" / "launch.py"), command, *arguments, "--outputs", str(self.outputs)],
+            [sys.executable, str(ROOT / "scripts" / name), *arguments, "--outputs", str(self.outputs)],
             env=self.environment | environment,
             cwd=self.outputs.parent,
             stdout=subprocess.PIPE,

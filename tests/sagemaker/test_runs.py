@@ -175,3 +175,15 @@ def test_a_run_is_cancelled_and_resumed_from_elsewhere(aws: TestAccount) -> None
     document = aws.run("resume", "cancelled", "--json").document
     check_finished(aws, "cancelled", document, 2)
     assert len(jobs(aws, "cancelled")) == 4
+
+
+def test_the_smoke_test_of_a_real_account(aws: TestAccount) -> None:
+    """The same script, on the emulators: it spends nothing unasked, and compares what both jobs wrote."""
+    unasked = aws.script("smoke_aws.py", code=2)
+    assert "about $0.08" in unasked.out
+    assert not any("smoke" in job.name for job in aws.service.jobs)
+
+    asked = aws.script("smoke_aws.py", AWS_SMOKE="1")
+
+    assert "equal     model.safetensors" in asked.out
+    assert "byte for byte" in asked.out

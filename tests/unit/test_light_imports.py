@@ -100,6 +100,7 @@ PARTS = {
     "diloco.preflight": "run",
     "diloco.detached": "run",
     "diloco.sagemaker_run": "run",
+    "diloco.estimate": "run",
     "diloco.sagemaker_container": "entrypoint",
     "diloco.spec": "run",
     "diloco.status": "run",
