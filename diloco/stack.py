@@ -89,7 +89,7 @@ def parse(document: Mapping[str, Any], source: str) -> StackOutputs:
             f"{source}: outputs of schemaVersion {version:g}, and this launcher reads {SCHEMA_VERSION}: update {side}"
         )
     secret = sorted(name for name, value in document.items() if value == SECRET and name in NAMES)
-    readable = {name: value for name, value in document.items() if value is not None and name not in secret}
+    readable = {name: value for name, value in document.items() if value is not None}
     problems = []
     if secret:
         problems.append(f"secret: {', '.join(secret)} (none need be: set the config behind it again, without --secret)")

@@ -168,5 +168,5 @@ class TrainerImage(pulumi.ComponentResource):
             # Deleting the resource would delete its manifest, and a repository that holds images must be kept.
             opts=pulumi.ResourceOptions(parent=repository, deleted_with=repository),
         )
-        self.uri = pulumi.Output.concat(repository.repository_url, ":", image.digest)
+        self.uri = pulumi.Output.concat(repository.repository_url, "@", image.digest)
         self.repository_arn = repository.arn
