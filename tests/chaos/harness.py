@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from diloco.embedded import EmbeddedS3
 
-PATIENCE = 120.0
+PATIENCE = 200.0
 """Seconds; only against hangs."""
 
 KILLED = -signal.SIGKILL
@@ -141,8 +141,8 @@ class Run:
     launchers: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        quick = {"timeout": 60, "poll_first": 0.005, "poll_most": 0.25, "beat_every": 0.2, "dead_after": 2.0}
-        patient = {"policy": "skip", "grace": 30, "join_timeout": 60, "retry_for": 20, "checkpoint_every": 2}
+        quick = {"timeout": 180, "poll_first": 0.005, "poll_most": 0.25, "beat_every": 0.2, "dead_after": 2.0}
+        patient = {"policy": "skip", "grace": 30, "join_timeout": 180, "retry_for": 20, "checkpoint_every": 2}
         self.exchange = quick | patient | self.exchange
         self.uri = f"{self.s3.uri}/{self.run_id}"
         self._loop = asyncio.Runner()

@@ -104,12 +104,12 @@ def test_a_straggler_is_left_out_after_the_grace_period_then_waited_for_by_nobod
 
 
 def test_strict_names_rank_and_round_of_a_straggler_on_every_replica(new_run: NewRun) -> None:
-    run = new_run(replicas=3, exchange={"policy": "strict", "timeout": 4})
+    run = new_run(replicas=3, exchange={"policy": "strict", "timeout": 6})
     together = [held(round_, header(round_, 2)) for round_ in (0, 1)]
     others = [run.start(rank, acts=together) for rank in (0, 1)]
     straggler = run.start(2, acts=[held(2, layout.error(Member(0, 1))), held(2, layout.error(Member(1, 1)))])
     assert run.end(*others, straggler) == [1, 1, 1]
     for rank in (0, 1):
-        assert "round 2 was not completed within 4 s, still waiting for rank 2" in run.error(rank).error
+        assert "round 2 was not completed within 6 s, still waiting for rank 2" in run.error(rank).error
     # It comes when all headers are there, so that round is committed; in the next one it is alone.
-    assert "round 3 was not completed within 4 s, still waiting for rank 0, rank 1" in run.error(2).error
+    assert "round 3 was not completed within 6 s, still waiting for rank 0, rank 1" in run.error(2).error

@@ -15,7 +15,7 @@ from diloco.errors import ExitCode
 from diloco.exchange import layout
 from diloco.exchange.layout import Member
 from diloco.exchange.records import Claim
-from tests.chaos.harness import Run, header, held, killed, payload
+from tests.chaos.harness import PATIENCE, Run, header, held, killed, payload
 from tests.integration.test_launch import ROOT, Launcher
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def supervised(new_run: NewRun, tmp_path: Path) -> Iterator[Supervised]:
 
 
 def ended(launcher: subprocess.Popen[str], code: int) -> str:
-    said, _ = launcher.communicate(timeout=120)
+    said, _ = launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == code, said
     return said
 

@@ -33,7 +33,7 @@ from diloco.exchange.store import read_if_there
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-HOLD_SECONDS = 120.0
+HOLD_SECONDS = 200.0
 """Only against hangs."""
 
 
