@@ -65,7 +65,7 @@ class Vpc(Ec2Resource):
 
     def read(self, resource_id: str, state: Plain) -> Plain | None:
         ec2 = self.client("ec2")
-        vpc = ec2.describe_vpcs(VpcIds=[resource_id])["Vpcs"][0]
+        vpc = self.only(ec2.describe_vpcs(VpcIds=[resource_id])["Vpcs"])
         of_vpc = [{"Name": "vpc-id", "Values": [resource_id]}]
         main = ec2.describe_route_tables(Filters=[*of_vpc, {"Name": "association.main", "Values": ["true"]}])
         groups = ec2.describe_security_groups(Filters=[*of_vpc, {"Name": "group-name", "Values": ["default"]}])
@@ -127,7 +127,7 @@ class Subnet(Ec2Resource):
             self._map_public(resource_id, inputs)
 
     def read(self, resource_id: str, state: Plain) -> Plain | None:
-        subnet = self.client("ec2").describe_subnets(SubnetIds=[resource_id])["Subnets"][0]
+        subnet = self.only(self.client("ec2").describe_subnets(SubnetIds=[resource_id])["Subnets"])
         return self.told(resource_id, subnet) | {
             "availabilityZone": subnet["AvailabilityZone"],
             "availabilityZoneId": subnet["AvailabilityZoneId"],
@@ -161,7 +161,7 @@ class RouteTable(Ec2Resource):
         return str(made["RouteTable"]["RouteTableId"])
 
     def read(self, resource_id: str, state: Plain) -> Plain | None:
-        table = self.client("ec2").describe_route_tables(RouteTableIds=[resource_id])["RouteTables"][0]
+        table = self.only(self.client("ec2").describe_route_tables(RouteTableIds=[resource_id])["RouteTables"])
         return self.told(resource_id, table) | {"vpcId": table["VpcId"]}
 
     def delete(self, resource_id: str, state: Plain) -> None:
@@ -184,7 +184,7 @@ class Route(Resource):
 
     def read(self, resource_id: str, state: Plain) -> Plain | None:
         table_id, destination = resource_id.split("_", 1)
-        table = self.client("ec2").describe_route_tables(RouteTableIds=[table_id])["RouteTables"][0]
+        table = self.only(self.client("ec2").describe_route_tables(RouteTableIds=[table_id])["RouteTables"])
         for route in table["Routes"]:
             if route.get("DestinationCidrBlock") == destination:
                 return {
@@ -261,7 +261,9 @@ class InternetGateway(Ec2Resource):
             self.client("ec2").attach_internet_gateway(InternetGatewayId=resource_id, VpcId=vpc)
 
     def read(self, resource_id: str, state: Plain) -> Plain | None:
-        found = self.client("ec2").describe_internet_gateways(InternetGatewayIds=[resource_id])["InternetGateways"][0]
+        found = self.only(
+            self.client("ec2").describe_internet_gateways(InternetGatewayIds=[resource_id])["InternetGateways"]
+        )
         vpcs = [link["VpcId"] for link in found["Attachments"]]
         return self.told(resource_id, found) | {"vpcId": vpcs[0] if vpcs else None}
 
@@ -292,7 +294,7 @@ class Eip(Ec2Resource):
         return str(made["AllocationId"])
 
     def read(self, resource_id: str, state: Plain) -> Plain | None:
-        found = self.client("ec2").describe_addresses(AllocationIds=[resource_id])["Addresses"][0]
+        found = self.only(self.client("ec2").describe_addresses(AllocationIds=[resource_id])["Addresses"])
         told = self.told(resource_id, found)
         del told["ownerId"]
         return told | {

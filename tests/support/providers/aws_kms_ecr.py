@@ -178,7 +178,7 @@ class Repository(Resource):
 
     def read(self, resource_id: str, state: Plain) -> Plain | None:
         ecr = self.client("ecr")
-        found = ecr.describe_repositories(repositoryNames=[resource_id])["repositories"][0]
+        found = self.only(ecr.describe_repositories(repositoryNames=[resource_id])["repositories"])
         tags = ecr.list_tags_for_resource(resourceArn=found["repositoryArn"])["tags"]
         encryption = found.get("encryptionConfiguration", {})
         return {

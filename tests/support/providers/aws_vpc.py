@@ -107,12 +107,12 @@ class SecurityGroup(Ec2Resource):
 
     def complete(self, resource_id: str, inputs: Plain) -> None:
         ec2 = self.client("ec2")
-        group = ec2.describe_security_groups(GroupIds=[resource_id])["SecurityGroups"][0]
+        group = self.only(ec2.describe_security_groups(GroupIds=[resource_id])["SecurityGroups"])
         if group["IpPermissionsEgress"]:
             ec2.revoke_security_group_egress(GroupId=resource_id, IpPermissions=group["IpPermissionsEgress"])
 
     def read(self, resource_id: str, state: Plain) -> Plain | None:
-        group = self.client("ec2").describe_security_groups(GroupIds=[resource_id])["SecurityGroups"][0]
+        group = self.only(self.client("ec2").describe_security_groups(GroupIds=[resource_id])["SecurityGroups"])
         return self.told(resource_id, group) | {
             "description": group["Description"],
             "name": group["GroupName"],

@@ -94,6 +94,13 @@ class Resource:
         """A boto3 client of the resource's region."""
         return self.session.client(service, self.region)
 
+    @staticmethod
+    def only(found: list[Plain]) -> Plain:
+        """The thing that a Describe call found. RefusedError, which `read` takes for its absence, if there is none."""
+        if not found:
+            raise RefusedError("it does not exist")
+        return found[0]
+
     # ------------------------------------------------------------------ what subclasses write
 
     def create(self, inputs: Plain) -> str:
@@ -128,6 +135,7 @@ class Resource:
     def accepted(cls) -> frozenset[str]:
         """Arguments that may be given."""
         prefix = {cls.auto_name.prefix} if cls.auto_name is not None else set()
+        prefix &= declared.resource(cls.urn_type).arguments.keys()
         return cls.arguments | prefix | ({"tags"} if cls.tagged else set()) | ({"region"} if cls.regional else set())
 
     def check(self, logical: str, inputs: Plain, old: Plain, seed: bytes) -> tuple[Plain, dict[str, str]]:
