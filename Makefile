@@ -3,13 +3,15 @@ PYTHON ?= $(shell python3 -c 'import sys; print("python3" if sys.version_info >=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo test image-test infra-test localstack check benchmarks lock clean
+.PHONY: install demo test e2e smoke-aws image-test infra-test localstack check benchmarks lock clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo        train 4 replicas on this machine through an embedded S3, beside a data-parallel baseline"
 	@echo "make test        run the tests"
 	@echo "make infra-test  the tests of the Pulumi program alone: they need the pulumi CLI, and say what else is missing"
+	@echo "make e2e         from pulumi up to a trained model on the tests' SageMaker, and through what may go wrong"
+	@echo "make smoke-aws   two small jobs on a real account (AWS_SMOKE=1, STACK=name): prints what it costs first"
 	@echo "make image-test  build the image on a small base and run replicas from it (as root; buildah and debootstrap)"
 	@echo "make localstack  LocalStack in .localstack-venv, for the tests that run on it as well as on MiniStack"
 	@echo "make check       lint, formatting, types"
@@ -37,6 +39,13 @@ test: install
 infra-test: install
 	$(BIN)/python -m pytest tests/infra tests/unit/test_access.py tests/unit/test_stack.py tests/unit/test_plan.py
 
+e2e: install
+	$(BIN)/python -m pytest tests/sagemaker/test_runs.py
+
+STACK ?= dev
+smoke-aws: install
+	$(BIN)/python scripts/smoke_aws.py --stack $(STACK)
+
 image-test: install
 	$(BIN)/python -m pytest tests/container
 
@@ -57,6 +66,7 @@ check: install
 
 benchmarks: install
 	$(BIN)/python -m benchmarks.overlap
+	$(BIN)/python -m benchmarks.launch
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.quality
 
