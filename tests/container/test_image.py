@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tests.support.sagemaker import Emulator
 
 pytestmark = [
-    pytest.mark.timeout(1200),  # the first test's set-up makes a base image from nothing
+    pytest.mark.timeout(2400),  # the first test's set-up makes a base image from nothing
     pytest.mark.xdist_group("image"),
     pytest.mark.skipif(not available(), reason="needs root: apt-get install buildah debootstrap"),
 ]
@@ -107,7 +107,7 @@ def env(emulator: Emulator, run: str, **more: str) -> dict[str, str]:
         "RENDEZVOUS_URI": f"s3://{BUCKET}/runs/{run}",
         "WORLD_SIZE": "1",
         "DILOCO_TRAINER_KWARGS_JSON": json.dumps(KWARGS),
-        "DILOCO_EXCHANGE_JSON": json.dumps({"timeout": 120}),
+        "DILOCO_EXCHANGE_JSON": json.dumps({"timeout": 600}),
         "OMP_NUM_THREADS": "1",
         **more,
     }

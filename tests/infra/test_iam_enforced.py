@@ -17,7 +17,11 @@ import pytest
 from botocore.exceptions import ClientError
 
 from diloco import access
+from diloco.embedded import environment
+from diloco.errors import AccessDeniedError
+from diloco.outer import make_diloco_outer_loop
 from tests.support.iam_authority import Authority
+from tests.support.replicas import all_well, run_replicas
 from tests.support.sagemaker.ministack import ministack
 from tests.support.sagemaker.role import Roles
 from tests.support.tls_proxy import FrontEnd
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+    from diloco.manager import ObjectStoreManager
     from tests.support.sagemaker import Emulator
 
 PLACE = access.Place("us-east-1", "123456789012")
@@ -242,6 +247,7 @@ def attach(name: str) -> Call:
 
 
 STORAGE_ALLOWED: dict[str, Call] = {
+    "look at a run's object": lambda c: c.s3.head_object(Bucket=RUNS, Key="rendezvous/run/a"),
     "read a run's object": get(RUNS, "rendezvous/run/a"),
     "read an output": get(RUNS, "output/run/a"),
     "write a run's object": put(RUNS, "rendezvous/run/new"),
@@ -400,3 +406,58 @@ def test_the_job_role_trusts_this_stacks_jobs_only(stack: Stack) -> None:
     ):
         with pytest.raises(Exception, match="Could not assume role"):
             roles.check_trust(arn(f"role/{ROLE}"), job)
+
+
+def train(uri: str, stack: Stack, who: str, *, tls: bool = True) -> list[BaseException | None]:
+    """A whole run of two replicas, as they run anywhere: only credentials and endpoint are given."""
+    emulator, credentials = (stack.tls if tls else stack.plain), stack.credentials[who] or {}
+    changes = {
+        "AWS_ENDPOINT_URL": emulator.endpoint_url,
+        "AWS_CA_BUNDLE": emulator.ca_bundle,
+        "AWS_ACCESS_KEY_ID": credentials["AccessKeyId"],
+        "AWS_SECRET_ACCESS_KEY": credentials["SecretAccessKey"],
+        "AWS_SESSION_TOKEN": credentials.get("SessionToken"),
+        "AWS_REGION": PLACE.region,
+    }
+
+    def replica(manager: ObjectStoreManager, rank: int) -> None:
+        import torch
+
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def save(folder: Path) -> None:
+            torch.save(model.state_dict(), folder / "weights")
+
+        with make_diloco_outer_loop(manager, [model], optimizer, steps=8, sync_every=2, save=save) as outer:
+            for _ in outer.steps():
+                optimizer.zero_grad()
+                (model(torch.ones(1, 2)).sum() - rank).square().backward()
+                optimizer.step()
+        outer.finish()
+        manager.check_finished()
+
+    with environment(changes):
+        return run_replicas(uri, 2, replica)
+
+
+def test_a_whole_run_needs_no_more_than_the_jobs_role(stack: Stack) -> None:
+    uri = f"s3://{RUNS}/rendezvous/whole"
+    all_well(train(uri, stack, "job"))
+    held = stack.client("administrator").s3.list_objects_v2(Bucket=RUNS, Prefix="rendezvous/whole/final/")
+    assert {"rendezvous/whole/final/result.json"} <= {entry["Key"] for entry in held["Contents"]}
+
+
+@pytest.mark.parametrize(
+    ("who", "prefix", "tls"),
+    [
+        pytest.param("job", "private", True, id="a job in another prefix"),
+        pytest.param("stranger", "rendezvous", True, id="a stranger"),
+        pytest.param("job", "rendezvous", False, id="a job over plain HTTP"),
+    ],
+)
+def test_a_run_that_may_not_ends_at_once_and_says_so(stack: Stack, who: str, prefix: str, tls: bool) -> None:
+    for outcome in train(f"s3://{RUNS}/{prefix}/denied", stack, who, tls=tls):
+        assert isinstance(outcome, AccessDeniedError)
+        assert f"s3://{RUNS}/{prefix}/denied/" in str(outcome)
+        assert "s3:" in str(outcome).replace("s3://", "")

@@ -68,17 +68,7 @@ class Buildah:
         """Build `dockerfile` (default: `context`/Dockerfile) and return the image's id. pip inside sees this machine's
         index and certificates, as a secret, so no layer keeps them. Raises ImageError.
         """
-        command = [
-            "bud",
-            "--format",
-            "docker",
-            "--isolation",
-            "chroot",
-            "--network",
-            "host",
-            "--no-cache",
-            "--pull-never",
-        ]
+        command = ["bud", "--isolation", "chroot", "--network", "host", "--no-cache", "--pull-never"]
         command.append("--identity-label=false")  # or buildah's version is in the digest
         command += [f"--build-arg={name}={value}" for name, value in (build_args or {}).items()]
         if target is not None:
@@ -144,7 +134,7 @@ class Container:
         env: Mapping[str, str] | None = None,
         user: str | None = None,
         volumes: Mapping[Path, str] | None = None,
-        timeout: float = 300,
+        timeout: float = 900,
     ) -> subprocess.CompletedProcess[str]:
         """What `docker run [--entrypoint] IMAGE arguments` does; its exit code is the process's."""
         prefix = self.buildah.inspect(self.image)["config"].get("Entrypoint", []) if entrypoint is None else entrypoint
