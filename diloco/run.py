@@ -331,7 +331,7 @@ class _Launch:
             beat=beat if beat is not None and beat.attempt > self._outdated.get(rank, 0) else None,
             restarts=self._supervisor.restarts(rank),
             supervision="fenced" if state == "fenced" else "restarting" if state == "waiting" else None,
-            note=self._notes.get(rank),
+            note=self._notes.get(rank) or handle.waits,
         )
 
     async def _report(self, error: str | None) -> RunReport:

@@ -47,7 +47,9 @@ class ReplicaStatus:
     supervision: Literal["restarting", "fenced"] | None = None
     """What its launcher makes of its end, where that is not final."""
     note: str | None = None
-    """What its launcher says of its end: `restart 1 of 3 in 2 s: exit code 137: killed by SIGKILL`."""
+    """What its launcher says of its end (`restart 1 of 3 in 2 s: exit code 137: killed by SIGKILL`), or its backend of
+    what it waits for.
+    """
 
     @property
     def phase(self) -> str:
@@ -207,7 +209,7 @@ class PlainView:
 def status_line(status: RunStatus) -> str:
     """Return the whole run in one line of plain characters."""
     if not status.beats:
-        return f"{len(status.replicas)} replicas are starting"
+        return f"{len(status.replicas)} replicas are starting{_waiting(status)}"
     parts = [f"round {status.round}/{status.rounds}", f"step {status.step}/{status.steps}"]
     if status.loss is not None:
         parts.append(f"loss {status.loss:.3f}")
@@ -217,6 +219,15 @@ def status_line(status: RunStatus) -> str:
         f"rank {beat.rank} waits for {', '.join(beat.waiting_for)}" for beat in status.beats[:1] if _waits(status, beat)
     )
     return ", ".join(parts)
+
+
+def _waiting(status: RunStatus) -> str:
+    """Which ranks their backend keeps waiting, and why."""
+    reasons: dict[str, list[int]] = {}
+    for replica in status.replicas:
+        if replica.status == "pending" and replica.note:
+            reasons.setdefault(replica.note, []).append(replica.rank)
+    return "".join(f"; rank {', '.join(map(str, ranks))}: {note}" for note, ranks in reasons.items())
 
 
 def status_table(status: RunStatus) -> RenderableType:

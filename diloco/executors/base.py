@@ -43,6 +43,8 @@ class ReplicaHandle:
     status: Status = "pending"
     exit_code: int | None = None
     log_location: str | None = None
+    waits: str | None = None
+    """Why it does not run yet, as far as the backend knows."""
 
 
 @dataclass(frozen=True)

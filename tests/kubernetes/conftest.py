@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import os
 import secrets
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 
+from diloco.embedded import environment
+from tests.kubernetes.runs import Run, credentials
 from tests.support.cluster import Cluster, Image
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from diloco.embedded import EmbeddedS3
+
 SHELL = "registry.test/shell:1"
 """An image whose containers run any command of this machine."""
+
+
+class MakeRun(Protocol):
+    """Makes a run; keywords are settings of the run or of its pods."""
+
+    def __call__(self, **changes: Any) -> Run: ...
 
 
 @pytest.fixture(scope="session")
@@ -33,3 +43,11 @@ def namespace(cluster: Cluster) -> Iterator[str]:
     name = cluster.namespace(f"test-{secrets.token_hex(4)}")
     yield name
     cluster.core.delete_namespace(name)
+
+
+@pytest.fixture
+def make_run(cluster: Cluster, namespace: str, embedded_s3: EmbeddedS3) -> Iterator[MakeRun]:
+    """Runs of this test, in its namespace."""
+    credentials(cluster, namespace, embedded_s3)
+    with environment(embedded_s3.env):
+        yield lambda **changes: Run(cluster, namespace, embedded_s3, f"r{secrets.token_hex(4)}", **changes)

@@ -264,6 +264,8 @@ class _Pod:
     def _report_end(self, code: int) -> None:
         reason = "Completed" if code == 0 else "OOMKilled" if self._killed else "Error"
         ended = {"exitCode": code, "reason": reason, "startedAt": self._started, "finishedAt": _now()}
+        if code != 0 and self._container.termination_message_policy == "FallbackToLogsOnError":
+            ended["message"] = self.log.end()
         self._patch("Succeeded" if code == 0 else "Failed", {"terminated": ended}, ready=False)
 
     def _patch(self, phase: str, state: Mapping[str, Any], *, ready: bool) -> None:

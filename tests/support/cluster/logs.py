@@ -36,6 +36,10 @@ class ContainerLog:
             self._closed = True
             self._changed.notify_all()
 
+    def end(self) -> str:
+        """What a termination message is made of: the last 80 lines, at most 2048 characters."""
+        return "\n".join(line for _, line in self._lines[-80:])[-2048:]
+
     def read(
         self, *, follow: bool, tail: int | None, since: datetime.datetime | None, stop: threading.Event
     ) -> Iterator[tuple[datetime.datetime, str]]:

@@ -1,0 +1,123 @@
+"""The cluster's API through the official client, answers as JSON, refusals as errors that say what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diloco.errors import ConfigurationError, DilocoError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TIMEOUT = (5.0, 60.0)
+"""Seconds to connect, and to wait for an answer."""
+
+_OWN_NAMESPACE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"  # in a pod
+
+
+class Clients:
+    """The APIs that an executor uses. `kubeconfig` and `context` as kubectl takes them; without any of both, and inside
+    a pod, the pod's ServiceAccount.
+
+    Raises ConfigurationError if there is no cluster to talk to.
+    """
+
+    def __init__(self, kubeconfig: Path | None = None, context: str | None = None) -> None:
+        try:
+            from kubernetes import client, config  # type: ignore[import-untyped]
+        except ModuleNotFoundError:
+            raise ConfigurationError(
+                "--backend kubernetes needs the official client: pip install 'diloco-aws[kubernetes]'"
+            ) from None
+        try:
+            self._api = self._connect(config, kubeconfig, context)
+        except config.ConfigException as problem:
+            where = f"{kubeconfig}" if kubeconfig else "$KUBECONFIG or ~/.kube/config"
+            raise ConfigurationError(
+                f"no cluster: {where}: {problem}: name a file by --kubeconfig, and one of its contexts by --context"
+            ) from None
+        self.batch = client.BatchV1Api(self._api)
+        self.core = client.CoreV1Api(self._api)
+        self.custom = client.CustomObjectsApi(self._api)
+
+    @staticmethod
+    def _connect(config: Any, kubeconfig: Path | None, context: str | None) -> Any:
+        try:
+            return config.new_client_from_config(None if kubeconfig is None else str(kubeconfig), context=context)
+        except config.ConfigException:
+            if kubeconfig is not None or context is not None:
+                raise
+            try:
+                config.load_incluster_config()
+            except config.ConfigException:
+                pass
+            else:
+                from kubernetes.client import ApiClient
+
+                return ApiClient()
+            raise
+
+    @staticmethod
+    def namespace(kubeconfig: Path | None = None, context: str | None = None) -> str:
+        """The namespace that kubectl would use."""
+        from kubernetes import config  # type: ignore[import-untyped]
+
+        try:
+            contexts, active = config.list_kube_config_contexts(None if kubeconfig is None else str(kubeconfig))
+        except config.ConfigException:
+            mine = Path(_OWN_NAMESPACE)
+            return mine.read_text().strip() if mine.exists() else "default"
+        chosen = next((each for each in contexts if each["name"] == context), active)
+        return str(chosen.get("context", {}).get("namespace") or "default")
+
+
+def ask(call: Callable[..., Any], *arguments: Any, **options: Any) -> dict[str, Any]:
+    """Call the API; the answer as JSON. Raises DilocoError."""
+    found = try_to(call, *arguments, **options)
+    if found is None:
+        raise DilocoError(f"{_what(arguments)}: not there any more: somebody deleted it")
+    return found
+
+
+def try_to(call: Callable[..., Any], *arguments: Any, **options: Any) -> dict[str, Any] | None:
+    """Call the API; None for what is not there. Raises DilocoError."""
+    from kubernetes.client import ApiException
+    from urllib3.exceptions import HTTPError
+
+    try:
+        answer = call(*arguments, **options, _preload_content=False, _request_timeout=TIMEOUT)
+        found: dict[str, Any] = json.loads(answer.data)
+    except ApiException as problem:
+        if problem.status == 404:
+            return None
+        raise explained(problem) from None
+    except HTTPError as problem:
+        raise DilocoError(f"the cluster does not answer: {problem}: check the network and `kubectl version`") from None
+    return found
+
+
+class TakenError(DilocoError):
+    """An object of that name is there already."""
+
+
+def explained(problem: Any) -> DilocoError:
+    """An API's refusal as an error that says what to do."""
+    try:
+        text = json.loads(problem.body)["message"]
+    except (ValueError, TypeError, KeyError):
+        text = f"{problem.status} {problem.reason}"
+    if problem.status == 401:
+        return ConfigurationError(f"the cluster does not know who you are ({text}): log in anew")
+    if problem.status == 403 and "is forbidden: User" in text:
+        return ConfigurationError(f"{text}: bind the Role that `access --cloud kubernetes` prints")
+    if problem.status in (400, 403, 422):
+        return ConfigurationError(f"the cluster refuses it: {text}")
+    if problem.status == 409 and "already exists" in text:
+        return TakenError(text)
+    return DilocoError(f"the cluster: {text}")
+
+
+def _what(arguments: tuple[Any, ...]) -> str:
+    return "/".join(str(each) for each in arguments if isinstance(each, str))

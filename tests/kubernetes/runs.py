@@ -1,0 +1,121 @@
+"""Small runs of the default trainer on the tests' cluster, through an S3 that they share."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING, Any
+
+from diloco.exchange.store import open_store
+from diloco.executors.kubernetes import KubernetesExecutor
+from diloco.executors.kubernetes_clients import Clients
+from diloco.executors.kubernetes_manifest import PodSettings
+from diloco.run import Pace, make_diloco_run
+from diloco.spec import RunSettings
+from diloco.status import read_beats
+from tests.support.cluster import IMAGE
+
+if TYPE_CHECKING:
+    from diloco.embedded import EmbeddedS3
+    from diloco.exchange.records import Beat
+    from diloco.report import RunReport
+    from tests.support.cluster import Cluster
+
+SECRET = "bucket-credentials"  # noqa: S105 - a Secret's name
+PACE = Pace(processes=0.2, status=0.3)
+
+
+class Run:
+    """One run: its settings, its executor, and a launcher in a thread once it is started."""
+
+    def __init__(self, cluster: Cluster, namespace: str, s3: EmbeddedS3, run_id: str, **changes: Any) -> None:
+        pod = {name: changes.pop(name) for name in list(changes) if name in PodSettings.__dataclass_fields__}
+        values: dict[str, Any] = {
+            "replicas": 2,
+            "steps": 12,
+            "sync_every": 4,
+            "run_id": run_id,
+            "rendezvous": s3.uri,
+            "trainer_kwargs": {"model": "tiny", "data": "stdlib", "batch_size": 2},
+            "max_restarts": 0,  # the cluster's own count
+        }
+        self.cluster, self.namespace, self.s3 = cluster, namespace, s3
+        self.settings = RunSettings.checked(**(values | changes))
+        defaults: dict[str, Any] = {
+            "cpu": "100m",
+            "memory": "256Mi",
+            "credentials_secret": SECRET,
+            "endpoint_url": s3.endpoint_url,
+            "region": "us-east-1",
+        }
+        self.pods = PodSettings(run_id, namespace, pod.pop("image_uri", IMAGE), **(defaults | pod))
+        self.executor = KubernetesExecutor(
+            self.pods, clients=Clients(cluster.kubeconfig), look_every=0.2, on_note=self._note
+        )
+        self.notes: list[str] = []
+        self.report: RunReport | None = None
+        self._thread = threading.Thread(target=self._launch, daemon=True)
+
+    def start(self) -> Run:
+        """Launch and supervise in a thread."""
+        self._thread.start()
+        return self
+
+    def end(self, patience: float = 150.0) -> RunReport:
+        """The report of the launcher in the thread."""
+        self._thread.join(patience)
+        assert self.report is not None, f"no end within {patience:g} s:\n{self.state()}"
+        return self.report
+
+    def beats(self) -> dict[int, Beat]:
+        """What the ranks say."""
+
+        async def read() -> dict[int, Beat]:
+            store = open_store(self.settings.uri)
+            try:
+                return await read_beats(store, frozenset())
+            finally:
+                await store.close()
+
+        return asyncio.run(read())
+
+    def reaches(self, round_: int, *ranks: int, attempt: int = 1) -> None:
+        """Return once these ranks are in that round, in that attempt or a later one."""
+
+        def look() -> bool:
+            beats = self.beats()
+            return all(
+                rank in beats and beats[rank].round >= round_ and beats[rank].attempt >= attempt for rank in ranks
+            )
+
+        self.cluster.until(look, f"round {round_} of ranks {ranks}:\n{self.state()}")
+
+    def pod(self, rank: int) -> Any:
+        """The present pod of a rank."""
+        selector = f"diloco/run-id={self.settings.run_id},batch.kubernetes.io/job-completion-index={rank}"
+        found = [
+            pod
+            for pod in self.cluster.pods(self.namespace, selector)
+            if pod.status.phase == "Running" and pod.metadata.deletion_timestamp is None
+        ]
+        return found[0] if found else None
+
+    def state(self) -> str:
+        """For people who read a failed test."""
+        pods = self.cluster.kubectl("get", "pods,jobs", "-n", self.namespace, "-o", "wide").stdout
+        logs = self.cluster.kubectl(
+            "logs", "-n", self.namespace, "-l", f"diloco/run-id={self.settings.run_id}", "--prefix", "--tail", "5"
+        ).stdout
+        return f"{pods}\n{logs}\n{self.notes}"
+
+    def _launch(self) -> None:
+        self.report = make_diloco_run(self.executor, self.settings, pace=PACE, on_note=self._note)
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def credentials(cluster: Cluster, namespace: str, s3: EmbeddedS3) -> None:
+    """The Secret that pods read the S3's credentials from."""
+    keys = {name: value for name, value in s3.env.items() if "KEY" in name}
+    cluster.core.create_namespaced_secret(namespace, {"metadata": {"name": SECRET}, "stringData": keys})
