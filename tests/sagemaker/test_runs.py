@@ -116,7 +116,7 @@ def files_of(archive: bytes) -> dict[str, bytes]:
 
 
 def test_a_spot_interruption_is_caught_up_by_the_same_job(aws: TestAccount) -> None:
-    launcher = aws.launch("run", *run(2, "spot", "--spot", steps=60))
+    launcher = aws.launch("run", *run(2, "spot", "--spot", steps=40))
     until(lambda: any(key.endswith("00000003.json") for key in objects(aws, "rendezvous/spot/commits/")), "round", aws)
 
     taken = next(job for job in jobs(aws, "spot") if "-r1-" in job.name)
@@ -162,7 +162,7 @@ def test_a_launcher_that_is_killed_half_way_is_followed_by_one_that_adopts(aws: 
 
 
 def test_a_run_is_cancelled_and_resumed_from_elsewhere(aws: TestAccount) -> None:
-    launcher = aws.launch("run", *run(2, "cancelled", steps=400))
+    launcher = aws.launch("run", *run(2, "cancelled", steps=100))
     until(lambda: objects(aws, "rendezvous/cancelled/commits/"), "round", aws)
 
     stopped = aws.run("cancel", "cancelled")

@@ -30,6 +30,7 @@ class LogWriter:
         self._lines: list[dict[str, Any]] = []
         self._lock = threading.Lock()
         self._ended = threading.Event()
+        self._writer: Any = None
         self._thread = threading.Thread(target=self._run, name=f"logs-{job}", daemon=True)
         self._thread.start()
 
@@ -64,6 +65,5 @@ class LogWriter:
         with self._lock:
             lines, self._lines = self._lines, []
         if lines:
-            self._client("logs:PutLogEvents", self.stream).put_log_events(
-                logGroupName=GROUP, logStreamName=self.stream, logEvents=lines
-            )
+            self._writer = self._writer or self._client("logs:PutLogEvents", self.stream)
+            self._writer.put_log_events(logGroupName=GROUP, logStreamName=self.stream, logEvents=lines)
