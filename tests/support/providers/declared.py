@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections.abc
 import enum
 import importlib
+import threading
 import typing
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +21,7 @@ from pulumi import _types
 from tests.support.providers.values import has_unknown
 
 PACKAGES = {"aws": "pulumi_aws", "docker-build": "pulumi_docker_build"}
+_importing = threading.Lock()  # the packages import their modules lazily, which two threads at once do not survive
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,14 @@ class Declared:
         return found
 
 
-@cache
 def resource(token: str) -> Declared:
     """What the class of a resource token (`aws:s3/bucket:Bucket`) declares. Raises KeyError if there is none."""
+    with _importing:
+        return _resource(token)
+
+
+@cache
+def _resource(token: str) -> Declared:
     cls = _named(token, token.rsplit(":", 1)[1])
     module = importlib.import_module(cls.__module__)
     # "InitArgs" where the plain name is taken by a nested type.
@@ -62,9 +69,14 @@ def provider(package: str) -> Declared:
     return Declared(_arguments(module.ProviderArgs), frozenset(), frozenset())
 
 
-@cache
 def result(token: str) -> frozenset[str]:
     """The fields of a function's result."""
+    with _importing:
+        return _result(token)
+
+
+@cache
+def _result(token: str) -> frozenset[str]:
     name = token.rsplit(":", 1)[1]
     cls = _named(token, f"{name[0].upper()}{name[1:]}Result")
     return frozenset(_types._py_to_pulumi_names_from_py_properties(cls).values())
