@@ -254,6 +254,10 @@ def sagemaker_role_policy(
         *data_statements(place, data_uris),
         *secret_statements(secret_arns),
     ]
+    if storage.kms_key_arn is not None:
+        # SageMaker's own condition on OutputDataConfig.KmsKeyId, not through S3:
+        # https://docs.aws.amazon.com/sagemaker/latest/APIReference/API_OutputDataConfig.html
+        statements.append(_allow("OutputKey", ["kms:Encrypt"], [storage.kms_key_arn]))
     if vpc is not None:
         statements += network_statements(place, vpc)
     return _document(statements)

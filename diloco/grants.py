@@ -59,11 +59,10 @@ class Grants:
         kms_key_arn: str | None,
     ) -> Self:
         """From the command line's options. Raises ConfigurationError naming those that are missing or malformed."""
-        needed = {"--bucket": bucket, "--region": region, "--account": account}
-        if missing := [name for name, value in needed.items() if not value]:
-            raise ConfigurationError(f"give a stack by --stack or --outputs, or {', '.join(missing)}")
-        if bucket is None or region is None or account is None:  # for the type checker: see above
-            raise AssertionError
+        if bucket is None or region is None or account is None:
+            needed = {"--bucket": bucket, "--region": region, "--account": account}
+            missing = ", ".join(name for name, value in needed.items() if value is None)
+            raise ConfigurationError(f"give a stack by --stack or --outputs, or {missing}")
         if not re.fullmatch(r"\d{12}", account):
             raise ConfigurationError(f"--account {account}: an account has 12 digits")
         place = Place(region=region, account=account, partition=partition)

@@ -62,7 +62,7 @@ def wanted_quotas(settings: Sequence[QuotaSettings]) -> list[tuple[str, int]]:
 class QuotaProvider(ResourceProvider):
     """Keeps one quota at least as high as wanted."""
 
-    serialize_as_secret_always = False
+    serialize_as_secret_always = False  # it holds no secret, and every state would look as if it did
 
     def check(self, _olds: Mapping[str, Any], news: dict[str, Any]) -> CheckResult:
         """Whether a quota of that name exists in the region, which the region's list decides."""
