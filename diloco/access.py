@@ -255,9 +255,11 @@ def sagemaker_role_policy(
         *secret_statements(secret_arns),
     ]
     if storage.kms_key_arn is not None:
-        # SageMaker's own condition on OutputDataConfig.KmsKeyId, not through S3:
+        # What SageMaker asks for where a job's output or volume names a key, not through S3:
         # https://docs.aws.amazon.com/sagemaker/latest/APIReference/API_OutputDataConfig.html
-        statements.append(_allow("OutputKey", ["kms:Encrypt"], [storage.kms_key_arn]))
+        key = [storage.kms_key_arn]
+        statements.append(_allow("OutputKey", ["kms:Encrypt"], key))
+        statements.append(_allow("VolumeKey", ["kms:CreateGrant"], key, Bool={"kms:GrantIsForAWSResource": "true"}))
     if vpc is not None:
         statements += network_statements(place, vpc)
     return _document(statements)

@@ -72,6 +72,7 @@ ALL = PERMISSIONS | TRUST | RESOURCES
 EXPLAINED = {
     ("UNKNOWN_ACTION", "sagemaker:DeleteTrainingJob"): "the linter's list is older than the API: see the test below",
     ("CREDENTIALS_EXPOSURE", "ecr:GetAuthorizationToken"): "a token is how an image is pulled",
+    ("PERMISSIONS_MANAGEMENT_ACTIONS", "kms:CreateGrant"): "how a job's volume is encrypted; for AWS resources only",
     ("PERMISSIONS_MANAGEMENT_ACTIONS", "iam:PassRole"): "a job's role is passed; one, to one service",
     ("PERMISSIONS_MANAGEMENT_ACTIONS", "ec2:CreateNetworkInterfacePermission"): "SageMaker's own way into a VPC",
 }
