@@ -21,6 +21,7 @@ import torch
 
 from diloco.errors import ConfigurationError, CorruptObjectError, DilocoError, StoreError
 from diloco.exchange import ending, inner
+from diloco.exchange.feedback import is_feedback
 from diloco.exchange.replica import Replica, Turn
 from diloco.exchange.settings import ExchangeSettings
 from diloco.exchange.store import open_store
@@ -164,7 +165,11 @@ class ObjectStoreManager:
         presence.context = self._replica.context
         self._follower = Follower(presence, self._replica)
         model.run = self._replica.context.run
-        return await inner.load(self._replica.context, self._replica.round)
+        saved = await inner.load(self._replica.context, self._replica.round)
+        if saved is None:
+            return None
+        self._replica.load_feedback(saved)
+        return {name: tensor for name, tensor in saved.tensors.items() if not is_feedback(name)}
 
     # ---- what torchft's DiLoCo calls
 
@@ -270,7 +275,7 @@ class ObjectStoreManager:
         if turn.outcome is not None:
             own = replica.round % self.presence.settings.checkpoint_every == 0 and replica.round < self.run.rounds
             if own or snapshot is not None:
-                self._save(snapshot, model.copy_inner() if own else {})
+                self._save(snapshot, (model.copy_inner() | replica.feedback()) if own else {})
 
     def _save(self, snapshot: Snapshot | None, state: dict[str, torch.Tensor]) -> None:
         """Write a checkpoint and this replica's own state in the background; one such writing at a time."""

@@ -26,6 +26,7 @@ import torch
 from torchft.local_sgd import USE_BUCKETIZATION_ENV, DiLoCo
 
 from diloco.errors import ConfigurationError, DilocoError
+from diloco.exchange.formats import codec
 from diloco.exchange.records import RunRecord
 from diloco.exchange.state import FragmentState, OuterStep
 from diloco.fragments import fragment_model
@@ -306,6 +307,7 @@ def _run_record(
     states: list[FragmentState],
 ) -> RunRecord:
     settings, world_size = manager.presence.settings, manager.presence.world_size
+    wire = codec(settings.codec)
     return RunRecord(
         run_id=manager.presence.store.uri.rsplit("/", 1)[-1],
         world_size=world_size,
@@ -318,7 +320,7 @@ def _run_record(
         outer_lr=step.lr,
         outer_momentum=step.momentum,
         nesterov=step.nesterov,
-        chunk_bytes=chunk_bytes(max(state.numel for state in states) * 4, world_size),
+        chunk_bytes=chunk_bytes(wire.body_bytes(max(state.numel for state in states)), world_size),
         parameters=model.shapes,
         constants=model.constants,
     )

@@ -39,6 +39,8 @@ class Codec(StrEnum):
 
     fp32 = "fp32"
     bf16 = "bf16"
+    int8 = "int8"
+    int4 = "int4"
 
 
 @app.command()

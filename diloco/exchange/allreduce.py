@@ -121,7 +121,6 @@ class ObjectStoreAllReduce:
                 residual=self.feedback.residual(fragment.index, fragment.numel) if self._codec.feedback else None,
             )
             if not encoded.finite:
-                self.feedback.forget_all()
                 await self.abstain(round_, fragment, rounds.NOT_FINITE)
                 return rounds.NOT_FINITE
             await check_fence(self.context.store, member)

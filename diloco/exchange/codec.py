@@ -1,4 +1,5 @@
-"""Wire formats of pseudo-gradients: how a fragment's tensors become one object, and how its bytes become fp32 again.
+"""Payloads: how a fragment's tensors become one object, and how its bytes become fp32 again, in one of the wire formats
+of :mod:`diloco.exchange.formats`.
 
 A payload is a safetensors file (https://huggingface.co/docs/safetensors) with one flat tensor, so that any
 safetensors reader opens it and loading can't execute code. Its JSON header is padded to a fixed size, so the tensor's
@@ -10,45 +11,22 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from blake3 import blake3
 
-from diloco.errors import ConfigurationError, CorruptObjectError
+from diloco.errors import CorruptObjectError
+from diloco.exchange.formats import codec
 from diloco.exchange.records import Payload
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+
+    from diloco.exchange.formats import Codec
 
 DATA_OFFSET = 1024
 TENSOR = "pseudo_gradient"
-
-
-@dataclass(frozen=True)
-class Codec:
-    """A wire format: one `dtype` element a value, little-endian."""
-
-    name: Literal["fp32", "bf16"]
-    dtype: torch.dtype
-    tag: str
-    """The dtype's name in safetensors."""
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes a value."""
-        return self.dtype.itemsize
-
-
-CODECS = {codec.name: codec for codec in (Codec("fp32", torch.float32, "F32"), Codec("bf16", torch.bfloat16, "BF16"))}
-
-
-def codec(name: str) -> Codec:
-    """The codec of that name, or ConfigurationError."""
-    try:
-        return CODECS[name]  # type: ignore[index]
-    except KeyError:
-        raise ConfigurationError(f"codec {name!r} does not exist: use one of {', '.join(CODECS)}") from None
 
 
 @dataclass(frozen=True)
@@ -58,11 +36,11 @@ class Encoded:
     data: bytearray
     info: Payload
     finite: bool
-    """Whether every encoded value is finite."""
+    """Whether every value that it decodes to is finite."""
 
 
 def _frame(codec_: Codec, numel: int, metadata: dict[str, str]) -> bytes:
-    tensor = {"dtype": codec_.tag, "shape": [numel], "data_offsets": [0, numel * codec_.itemsize]}
+    tensor = {"dtype": codec_.tag, "shape": codec_.shape(numel), "data_offsets": [0, codec_.body_bytes(numel)]}
     header = json.dumps({"__metadata__": metadata, TENSOR: tensor}, separators=(",", ":")).encode()
     room = DATA_OFFSET - 8
     if len(header) > room:
@@ -75,7 +53,7 @@ def check_frame(frame: bytes, info: Payload, key: str) -> None:
     its header promises.
     """
     codec_ = codec(info.codec)
-    if info.data_offset != DATA_OFFSET or info.size != DATA_OFFSET + info.numel * codec_.itemsize:
+    if info.data_offset != DATA_OFFSET or info.size != DATA_OFFSET + codec_.body_bytes(info.numel):
         raise CorruptObjectError(f"{key}: {info.size} bytes for {info.numel} values in {info.codec}")
     try:
         length = int.from_bytes(frame[:8], "little")
@@ -85,30 +63,44 @@ def check_frame(frame: bytes, info: Payload, key: str) -> None:
     found = header.get(TENSOR) if isinstance(header, dict) else None
     if not isinstance(found, dict):
         raise CorruptObjectError(f"{key}: not a payload (it has no tensor {TENSOR})")
-    if length != DATA_OFFSET - 8 or found.get("dtype") != codec_.tag or found.get("shape") != [info.numel]:
-        raise CorruptObjectError(
-            f"{key}: holds {found.get('dtype')} {found.get('shape')}, not {codec_.tag} [{info.numel}]"
-        )
+    shape = codec_.shape(info.numel)
+    if length != DATA_OFFSET - 8 or found.get("dtype") != codec_.tag or found.get("shape") != shape:
+        raise CorruptObjectError(f"{key}: holds {found.get('dtype')} {found.get('shape')}, not {codec_.tag} {shape}")
 
 
 def encode(
-    tensors: Sequence[torch.Tensor], codec_: Codec, *, chunk_bytes: int, layout: str, metadata: dict[str, str]
+    tensors: Sequence[torch.Tensor],
+    codec_: Codec,
+    *,
+    chunk_bytes: int,
+    layout: str,
+    metadata: dict[str, str],
+    residual: torch.Tensor | None = None,
 ) -> Encoded:
     """Coalesce tensors (fp32, any shapes, in this order) into one payload.
 
-    Peak extra memory is the payload itself: values are converted straight into it. `finite` is judged on the encoded
-    values, since a large fp32 value can round to infinity in bf16.
+    `residual` (fp32, shape [values]) is what earlier payloads fell short of: it is added first, and then holds what
+    this one falls short of; undefined if the payload is not finite.
+
+    Peak extra memory is the payload itself. Raises ValueError for chunks that do not hold whole blocks.
     """
+    if chunk_bytes % codec_.block_bytes:
+        raise ValueError(f"chunks of {chunk_bytes} bytes do not hold whole blocks of {codec_.block_bytes}")
     numel = sum(tensor.numel() for tensor in tensors)
-    data = bytearray(DATA_OFFSET + numel * codec_.itemsize)
+    data = bytearray(DATA_OFFSET + codec_.body_bytes(numel))
     data[:DATA_OFFSET] = _frame(codec_, numel, metadata)
-    values = torch.frombuffer(data, dtype=codec_.dtype, offset=DATA_OFFSET)
-    finite, start = True, 0
-    for tensor in tensors:
-        part = values[start : start + tensor.numel()]
-        part.copy_(tensor.detach().reshape(-1))
-        finite = finite and bool(torch.isfinite(part).all())
-        start += tensor.numel()
+    out = torch.frombuffer(data, dtype=torch.uint8)[DATA_OFFSET:]
+    decode = Decoder(codec_, codec_.body_bytes(min(codec_.step_values, numel)))
+    finite, start, at = True, 0, 0
+    for values in _steps(tensors, min(codec_.step_values, numel)):
+        if residual is not None:
+            values.add_(residual[start : start + values.numel()])
+        end = at + codec_.body_bytes(values.numel())
+        finite = codec_.encode(values, out[at:end]) and finite
+        if residual is not None:
+            sent = decode(memoryview(data)[DATA_OFFSET + at : DATA_OFFSET + end])[: values.numel()]
+            torch.sub(values, sent, out=residual[start : start + values.numel()])
+        start, at = start + values.numel(), end
     body = memoryview(data)[DATA_OFFSET:]
     info = Payload(
         codec=codec_.name,
@@ -122,6 +114,24 @@ def encode(
     return Encoded(data, info, finite)
 
 
+def _steps(tensors: Sequence[torch.Tensor], size: int) -> Iterator[torch.Tensor]:
+    """The tensors' values one after another, `size` at a time (the last may be fewer), in a buffer that is used
+    again.
+    """
+    buffer, filled = torch.empty(size), 0
+    for tensor in tensors:
+        rest = tensor.detach().reshape(-1)
+        while rest.numel():
+            count = min(size - filled, rest.numel())
+            buffer[filled : filled + count].copy_(rest[:count])
+            rest, filled = rest[count:], filled + count
+            if filled == size:
+                yield buffer
+                filled = 0
+    if filled:
+        yield buffer[:filled]
+
+
 def digest(data: bytes | bytearray | memoryview) -> str:
     """BLAKE3 of bytes, hex."""
     return blake3(data).hexdigest()
@@ -130,16 +140,20 @@ def digest(data: bytes | bytearray | memoryview) -> str:
 class Decoder:
     """Turns encoded blocks into fp32, through buffers that are used again: the result is valid until the next call."""
 
-    def __init__(self, codec_: Codec, block_bytes: int) -> None:
+    def __init__(self, codec_: Codec, most_bytes: int) -> None:
         self._codec = codec_
-        self._raw = bytearray(block_bytes)
-        self._encoded = torch.frombuffer(self._raw, dtype=codec_.dtype)
-        self._decoded = torch.empty(self._encoded.numel(), dtype=torch.float32)
+        self._raw = bytearray(most_bytes)
+        self._encoded = torch.frombuffer(self._raw, dtype=torch.uint8) if most_bytes else torch.empty(0).byte()
+        self._decoded = torch.empty(most_bytes // codec_.block_bytes * codec_.block_values)
 
-    def __call__(self, block: bytes | memoryview) -> torch.Tensor:
-        """fp32 values, shape [len(block) / itemsize]. A trailing part of a value raises ValueError."""
-        count, rest = divmod(len(block), self._codec.itemsize)
+    def __call__(self, data: bytes | memoryview) -> torch.Tensor:
+        """fp32 values of whole blocks, up to `most_bytes` together; a padding's too. Part of a block raises
+        ValueError.
+        """
+        blocks, rest = divmod(len(data), self._codec.block_bytes)
         if rest:
-            raise ValueError(f"{len(block)} bytes are no whole number of {self._codec.name} values")
-        self._raw[: len(block)] = block
-        return self._decoded[:count].copy_(self._encoded[:count])
+            raise ValueError(f"{len(data)} bytes are no whole number of {self._codec.name} blocks")
+        self._raw[: len(data)] = data
+        out = self._decoded[: blocks * self._codec.block_values]
+        self._codec.decode(self._encoded[: len(data)], out)
+        return out

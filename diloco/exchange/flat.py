@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,19 +21,20 @@ class Flat:
         if not all(tensor.is_contiguous() for tensor in tensors):
             raise ValueError("the tensors of a flat vector must be contiguous")
         self._parts = [tensor.detach().view(-1) for tensor in tensors]
-        self.numel = sum(part.numel() for part in self._parts)
+        self._starts = list(accumulate((part.numel() for part in self._parts), initial=0))
+        self.numel = self._starts.pop()
 
     def pieces(self, start: int, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Pairs of equal length that cover `[start, start + len(values))`: a piece of this vector, and the values for
         it.
         """
-        end, position = start + values.numel(), 0
+        end = start + values.numel()
         if end > self.numel:
             raise ValueError(f"values up to {end} for a vector of {self.numel}")
-        for part in self._parts:
+        for index in range(max(bisect_right(self._starts, start) - 1, 0), len(self._parts)):
+            part, position = self._parts[index], self._starts[index]
+            if position >= end:
+                return
             low, high = max(start, position), min(end, position + part.numel())
             if low < high:
                 yield part[low - position : high - position], values[low - start : high - start]
-            position += part.numel()
-            if position >= end:
-                return

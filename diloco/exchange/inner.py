@@ -1,11 +1,12 @@
-"""A replica's own state across restarts: what its inner optimizer remembers. Nobody else reads it, and nothing
-depends on it being there.
+"""A replica's own state across restarts: what its inner optimizer and its codec remember. Nobody else reads it, and
+nothing depends on it being there.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from diloco.errors import ObjectMissingError
@@ -21,6 +22,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _KEY = re.compile(r"replicas/\d{5}/(?P<attempt>\d{5})/(?P<round>\d{8})\.safetensors$")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """State as it was before a round."""
+
+    round: int
+    tensors: dict[str, torch.Tensor]
 
 
 async def save(context: Context, round_: int, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -40,7 +49,7 @@ async def save(context: Context, round_: int, tensors: Mapping[str, torch.Tensor
     )
 
 
-async def load(context: Context, round_: int) -> dict[str, torch.Tensor] | None:
+async def load(context: Context, round_: int) -> Saved | None:
     """This rank's newest state of any attempt, not from beyond `round_`; None if there is none that can be read."""
     import safetensors
     import safetensors.torch
@@ -50,9 +59,9 @@ async def load(context: Context, round_: int) -> dict[str, torch.Tensor] | None:
         match = _KEY.search(entry.key)
         if match is not None and int(match["round"]) <= round_:
             found.append((int(match["round"]), int(match["attempt"]), entry.key))
-    for _, _, key in sorted(found, reverse=True):
+    for saved_round, _, key in sorted(found, reverse=True):
         try:
-            return safetensors.torch.load(await context.store.read(key))
+            return Saved(saved_round, safetensors.torch.load(await context.store.read(key)))
         except ObjectMissingError:
             continue  # the attempt before, still alive, has written a newer one since
         except safetensors.SafetensorError as problem:

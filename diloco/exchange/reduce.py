@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from diloco.errors import CorruptObjectError, ObjectMissingError
-from diloco.exchange import codec, layout
+from diloco.exchange import codec, formats, layout
 from diloco.exchange.store import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -44,12 +44,10 @@ def check_payload(info: Payload, *, codec_name: str, numel: int, fragment_layout
         return f"its payload is {info.codec}, the run's codec is {codec_name}"
     if info.numel != numel or info.layout != fragment_layout:
         return f"its payload has other names, shapes or dtypes ({info.numel} values, expected {numel})"
-    if (
-        info.data_offset != codec.DATA_OFFSET
-        or info.size != codec.DATA_OFFSET + info.numel * codec.codec(codec_name).itemsize
-    ):
+    body = formats.codec(codec_name).body_bytes(numel)
+    if info.data_offset != codec.DATA_OFFSET or info.size != codec.DATA_OFFSET + body:
         return f"its payload of {info.size} bytes can't hold the {info.numel} values that its header promises"
-    wanted = -(-numel * codec.codec(codec_name).itemsize // chunk_bytes)
+    wanted = -(-body // chunk_bytes)
     if info.chunk_bytes != chunk_bytes or len(info.chunks) != wanted:
         return (
             f"its payload has {len(info.chunks)} chunks of {info.chunk_bytes} bytes, expected {wanted} of {chunk_bytes}"
@@ -82,25 +80,39 @@ async def gather_mean(
         zip(participants, shares([p.weight for p in participants]), strict=True)
     ):
         info = participant.payload
-        codec_ = codec.codec(info.codec)
-        # As many chunks as decode into one block, at least one.
-        block_bytes = max(BLOCK_BYTES * codec_.itemsize // 4 // info.chunk_bytes, 1) * info.chunk_bytes
-        decode = codec.Decoder(codec_, min(block_bytes, info.size - info.data_offset))
+        # As many whole chunks as go into a block, at least one.
+        block_bytes = max(BLOCK_BYTES // info.chunk_bytes, 1) * info.chunk_bytes
         if own is not None and own[0] == participant.member:
             blocks = _own_blocks(own[1], info, block_bytes)
         else:
             blocks = _checked_blocks(store, layout.payload(round_, participant.member), participant, block_bytes)
-        start = 0
+        add = _Adder(participant, share, out, first=index == 0)
         async for block in blocks:
-            values = decode(block)
-            if not bool(torch.isfinite(values).all()):
-                raise BadPayloadError(participant.member, "its payload holds NaN or Inf")
-            for target, part in out.pieces(start, values.mul_(share)):
-                if index == 0:
+            add(block)
+
+
+class _Adder:
+    """Adds one contribution to the mean, block by block, in steps that stay in a core's cache."""
+
+    def __init__(self, participant: Participant, share: float, out: Flat, *, first: bool) -> None:
+        self._member = participant.member
+        self._share, self._out, self._first = share, out, first
+        wire = formats.codec(participant.payload.codec)
+        self._step_bytes = wire.body_bytes(min(wire.step_values, participant.payload.numel))
+        self._decode = codec.Decoder(wire, self._step_bytes)
+        self._start = 0
+
+    def __call__(self, block: memoryview) -> None:
+        for offset in range(0, len(block), self._step_bytes):
+            values = self._decode(block[offset : offset + self._step_bytes])[: self._out.numel - self._start]
+            if not formats.finite(values):
+                raise BadPayloadError(self._member, "its payload holds NaN or Inf")
+            for target, part in self._out.pieces(self._start, values.mul_(self._share)):
+                if self._first:
                     target.copy_(part)
                 else:
                     target.add_(part)
-            start += values.numel()
+            self._start += values.numel()
 
 
 async def _own_blocks(data: bytearray, info: Payload, block_bytes: int) -> AsyncIterator[memoryview]:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from diloco.exchange.allreduce import Outcome
     from diloco.exchange.clock import Clock
+    from diloco.exchange.inner import Saved
     from diloco.exchange.layout import Member
     from diloco.exchange.records import Commit, RunRecord, RunResult, Vote
     from diloco.exchange.settings import ExchangeSettings
@@ -220,6 +221,15 @@ class Replica:
         await checkpoint.write_snapshot(self.context, snapshot)
         await pruning.prune(self.context)
 
+    def feedback(self) -> dict[str, torch.Tensor]:
+        """A copy of what its codec carries over to the next rounds, between two rounds: for its own next attempt."""
+        return self._allreduce.feedback.state()
+
+    def load_feedback(self, saved: Saved) -> None:
+        """Take over what an earlier attempt saved, as far as it still holds at :attr:`round`."""
+        since = {round_ % self.context.run.fragments for round_ in range(saved.round, self.round)}
+        self._allreduce.feedback.load(saved.tensors, unchanged=set(range(len(self.states))) - since)
+
     async def digest(self, fragment: int) -> str:
         """Digest of a fragment as it was applied last."""
         return await self._digests[fragment]
@@ -262,6 +272,7 @@ class Replica:
                 if from_checkpoint:
                     raise
             from_checkpoint = True
+        self._allreduce.feedback.forget_all()
         self._lost = False
         self._reloaded = from_checkpoint
         self._digests = [self._digest(state) for state in self.states]

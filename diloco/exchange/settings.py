@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+CodecName = Literal["fp32", "bf16", "int8", "int4"]
+
 
 class ExchangeSettings(BaseModel):
     """Settings of the exchange. Seconds are floats; `policy`, `min_replicas` and `codec` must be the same on every
@@ -18,8 +20,8 @@ class ExchangeSettings(BaseModel):
     """strict: every round needs all ranks. skip: a straggler is left out after the grace period."""
     min_replicas: int | None = Field(default=None, ge=1)
     """Contributions with one base digest that a commit needs; None: a majority of the world size."""
-    codec: Literal["fp32", "bf16"] = "fp32"
-    """Wire format of the pseudo-gradients."""
+    codec: CodecName = "fp32"
+    """Wire format of the pseudo-gradients; int8 and int4 carry their rounding error over to the next round."""
     timeout: float = Field(default=1800.0, gt=0)
     """A round that is not committed by then ends this process with an error naming whom it waited for."""
     grace: float | None = Field(default=None, ge=0)

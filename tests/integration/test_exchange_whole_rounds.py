@@ -17,6 +17,7 @@ from diloco.exchange import checkpoint, ending, layout, membership
 from diloco.exchange.allreduce import Fragment, ObjectStoreAllReduce
 from diloco.exchange.clock import SystemClock
 from diloco.exchange.context import Context
+from diloco.exchange.flat import Flat
 from diloco.exchange.layout import Member
 from diloco.exchange.records import RunResult
 from diloco.exchange.rounds import NOT_FINITE
@@ -57,9 +58,9 @@ def bits(outcome: object) -> bytes:
 class Members:
     """Three members in one event loop, a store each."""
 
-    def __init__(self, uri: str, policy: str, **settings: Any) -> None:
+    def __init__(self, uri: str, policy: str, codec: str = "fp32", **settings: Any) -> None:
         self.uri = uri
-        self.run = run_record(policy=policy, chunk_bytes=65536)
+        self.run = run_record(policy=policy, codec=codec, chunk_bytes=65536)
         # Long, so that only what a test is about can end a wait; a grace is given where it must run out.
         plain = {"policy": policy, "grace": 60.0, "timeout": 60.0, "poll_first": 0.005, "poll_most": 0.02}
         self.settings = ExchangeSettings.model_validate(plain | settings)
@@ -117,6 +118,28 @@ def test_all_get_the_same_bits(store_uri: str, policy: str) -> None:
         assert (await members.committed()).left_out == []
 
     run(Members(store_uri, policy), scenario)
+
+
+@pytest.mark.parametrize(("codec", "nearly"), [("int8", 0.02), ("int4", 0.4)])
+def test_all_get_the_same_bits_in_few_bits(store_uri: str, codec: str, nearly: float) -> None:
+    """Whoever averages in time and whoever is left out; with the true mean as near as half a step."""
+
+    async def scenario(members: Members) -> None:
+        async def late() -> Settled:
+            await members.committed()
+            return await members.take_part(2)
+
+        outcomes = await asyncio.gather(members.take_part(0), members.take_part(1), late())
+        [mean] = {bits(outcome) for outcome in outcomes}
+        exact = np.frombuffer(by_hand(0, 1), np.float32)
+        assert 0 < np.abs(np.frombuffer(mean, np.float32) - exact).max() < nearly
+        await members.corrupt(1)
+        with pytest.raises(CorruptObjectError, match="chunk 0 of its payload"):
+            await checkpoint.committed_mean(
+                members.all[2].context, await members.committed(), "layout", Flat([torch.empty(NUMEL)])
+            )
+
+    run(Members(store_uri, "skip", codec, grace=0.1), scenario)
 
 
 def test_a_straggler_is_left_out_and_applies_the_mean_all_the_same(store_uri: str) -> None:

@@ -163,7 +163,8 @@ def test_one_replica_with_a_neutral_outer_step_is_plain_training() -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-def test_replicas_end_with_the_same_bits_whatever_the_codec(store_uri: str) -> None:
+@pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
+def test_replicas_end_with_the_same_bits_whatever_the_codec(store_uri: str, codec: str) -> None:
     def trainer(manager: ObjectStoreManager, rank: int) -> tuple[str, Tensors]:
         model = Toy(seed=rank)
         optimizer = torch.optim.SGD(model.parameters(), lr=INNER_LR)
@@ -175,7 +176,7 @@ def test_replicas_end_with_the_same_bits_whatever_the_codec(store_uri: str) -> N
                 optimizer.step()
         return outer.finish().digest, model.weights()
 
-    settings = ExchangeSettings(**(FAST.model_dump() | {"codec": "bf16"}))
+    settings = ExchangeSettings(**(FAST.model_dump() | {"codec": codec}))
     results = all_well(run_replicas(store_uri, 3, trainer, settings))
     assert len({digest for digest, _ in results}) == 1
     for name in SHAPES:

@@ -12,7 +12,8 @@ from diloco.errors import CorruptObjectError, DivergedError, FencedError, RoundE
 from diloco.exchange import codec, layout, membership
 from diloco.exchange.allreduce import MOST_EMPTY_ROUNDS, Fragment, ObjectStoreAllReduce, Outcome
 from diloco.exchange.checkpoint import read_commit
-from diloco.exchange.codec import CODECS, DATA_OFFSET
+from diloco.exchange.codec import DATA_OFFSET
+from diloco.exchange.formats import CODECS
 from diloco.exchange.layout import Member
 from diloco.exchange.records import Beat, Commit, Header, Participant
 from diloco.exchange.rounds import ABSENT, CAUGHT_UP, NOT_FINITE

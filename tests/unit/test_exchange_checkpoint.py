@@ -10,7 +10,7 @@ import torch
 
 from diloco.errors import CorruptObjectError, DivergedError, ObjectMissingError
 from diloco.exchange import checkpoint, codec, layout
-from diloco.exchange.codec import CODECS
+from diloco.exchange.formats import CODECS
 from diloco.exchange.layout import Member
 from diloco.exchange.records import Commit, Participant
 from diloco.exchange.state import FragmentState, OuterStep

@@ -9,12 +9,14 @@ import safetensors.torch
 import torch
 from blake3 import blake3
 
-from diloco.errors import ConfigurationError, CorruptObjectError
+from diloco.errors import CorruptObjectError
 from diloco.exchange import codec
-from diloco.exchange.codec import CODECS, DATA_OFFSET, Codec, Encoded
+from diloco.exchange.codec import DATA_OFFSET, Encoded
+from diloco.exchange.formats import CODECS, Codec, Plain
 
 FP32, BF16 = CODECS["fp32"], CODECS["bf16"]
 both = pytest.mark.parametrize("wire", [FP32, BF16], ids=["fp32", "bf16"])
+every = pytest.mark.parametrize("wire", CODECS.values(), ids=CODECS)
 
 
 def tensors(seed: int = 0) -> list[torch.Tensor]:
@@ -22,7 +24,7 @@ def tensors(seed: int = 0) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator) for shape in ((3, 5), (), (7,), (2, 2, 2))]
 
 
-def encode(values: list[torch.Tensor], wire: Codec, chunk_bytes: int = 32) -> Encoded:
+def encode(values: list[torch.Tensor], wire: Codec, chunk_bytes: int = 512) -> Encoded:
     return codec.encode(values, wire, chunk_bytes=chunk_bytes, layout="layout", metadata={"rank": "1"})
 
 
@@ -31,7 +33,7 @@ def flat(values: list[torch.Tensor]) -> torch.Tensor:
 
 
 @both
-def test_decoding_gives_the_encoded_values_exactly(wire: Codec) -> None:
+def test_decoding_gives_the_encoded_values_exactly(wire: Plain) -> None:
     values = tensors()
     encoded = encode(values, wire)
     decoded = codec.Decoder(wire, 4096)(memoryview(encoded.data)[DATA_OFFSET:])
@@ -47,7 +49,7 @@ def test_fp32_keeps_every_bit() -> None:
 
 
 @both
-def test_the_safetensors_library_opens_it(wire: Codec) -> None:
+def test_the_safetensors_library_opens_it(wire: Plain) -> None:
     values = tensors()
     loaded = safetensors.torch.load(bytes(encode(values, wire).data))
     assert list(loaded) == [codec.TENSOR]
@@ -60,14 +62,14 @@ def test_the_safetensors_library_opens_it(wire: Codec) -> None:
 def test_chunk_digests_cover_the_values_and_nothing_else(wire: Codec, chunk_bytes: int) -> None:
     encoded = encode(tensors(), wire, chunk_bytes)
     body = bytes(encoded.data[DATA_OFFSET:])
-    assert len(body) == 31 * wire.itemsize
+    assert len(body) == 31 * wire.block_bytes
     assert encoded.info.chunks == [
         blake3(body[at : at + chunk_bytes]).hexdigest() for at in range(0, len(body), chunk_bytes)
     ]
     assert (encoded.info.numel, encoded.info.size) == (31, len(encoded.data))
 
 
-@both
+@every
 def test_encoding_is_deterministic(wire: Codec) -> None:
     assert encode(tensors(), wire).data == encode(tensors(), wire).data
     assert encode(tensors(), wire).data != encode(tensors(1), wire).data
@@ -75,7 +77,7 @@ def test_encoding_is_deterministic(wire: Codec) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("where", [0, 1, 2, 3])
-@both
+@every
 def test_one_value_that_is_not_finite_is_noticed(wire: Codec, value: float, where: int) -> None:
     values = tensors()
     values[where].view(-1)[-1] = value
@@ -111,9 +113,49 @@ def test_a_decoder_reuses_its_buffer_and_refuses_parts_of_values() -> None:
         decoder(b"\x00\x00\x00")
 
 
-def test_an_unknown_codec_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"codec 'int4' does not exist: use one of fp32, bf16"):
-        codec.codec("int4")
+@pytest.mark.parametrize("wire", [CODECS["int8"], CODECS["int4"]], ids=["int8", "int4"])
+def test_chunks_that_would_cut_blocks_are_refused(wire: Codec) -> None:
+    with pytest.raises(ValueError, match="chunks of 256 bytes do not hold whole blocks of 512"):
+        encode(tensors(), wire, 256)
+
+
+@every
+def test_tensors_of_any_sizes_are_as_one(wire: Codec) -> None:
+    """Where one ends has no part in the bytes, also where values are worked on in several steps."""
+    values = torch.randn(3 * wire.step_values + 11, generator=torch.Generator().manual_seed(0))
+    cuts = [5, wire.step_values - 5, wire.step_values, 1, 0, wire.step_values, 10]
+    whole = encode([values], wire, 1 << 20)
+    assert encode(list(torch.split(values, cuts)), wire, 1 << 20).data == whole.data
+    codec.check_frame(bytes(whole.data[:DATA_OFFSET]), whole.info, "key")
+
+
+@every
+def test_a_value_that_is_not_finite_is_noticed_among_many(wire: Codec) -> None:
+    values = torch.zeros(3 * wire.step_values)
+    values[wire.step_values + 1] = torch.nan
+    assert not encode([values], wire, 1 << 20).finite
+
+
+@every
+def test_a_chunk_alone_decodes_to_its_values(wire: Codec) -> None:
+    values = torch.randn(3 * 4096, generator=torch.Generator().manual_seed(1))
+    body = memoryview(encode([values], wire, 4096).data)[DATA_OFFSET:]
+    decoder = codec.Decoder(wire, len(body))
+    whole = decoder(body).clone()
+    parts = [decoder(body[start : start + 4096]).clone() for start in range(0, len(body), 4096)]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_a_residual_is_what_was_not_sent(name: str) -> None:
+    wire = CODECS[name]
+    values = torch.randn(2 * wire.step_values + 3, generator=torch.Generator().manual_seed(2))
+    owed = torch.randn(values.shape, generator=torch.Generator().manual_seed(3)) / 10
+    residual = owed.clone()
+    encoded = codec.encode([values], wire, chunk_bytes=1 << 20, layout="l", metadata={}, residual=residual)
+    assert encoded.data == codec.encode([values + owed], wire, chunk_bytes=1 << 20, layout="l", metadata={}).data
+    sent = codec.Decoder(wire, len(encoded.data))(memoryview(encoded.data)[DATA_OFFSET:])[: values.numel()]
+    assert torch.equal(residual, values + owed - sent)
 
 
 def frame(header: object, length: int = DATA_OFFSET - 8) -> bytes:

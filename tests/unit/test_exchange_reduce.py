@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from diloco.exchange import codec, layout
-from diloco.exchange.codec import CODECS, DATA_OFFSET
+from diloco.exchange.codec import DATA_OFFSET
 from diloco.exchange.flat import Flat
+from diloco.exchange.formats import CODECS
 from diloco.exchange.layout import Member
 from diloco.exchange.records import Participant, Payload
 from diloco.exchange.reduce import BadPayloadError, check_payload, gather_mean, shares
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 NUMEL = 101
 CHUNK = 64
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def gradient(rank: int) -> torch.Tensor:
@@ -31,7 +33,7 @@ def gradient(rank: int) -> torch.Tensor:
 
 
 def upload(store: Store, rank: int, values: torch.Tensor, weight: int, wire: str = "fp32") -> Participant:
-    encoded = codec.encode([values], CODECS[wire], chunk_bytes=CHUNK, layout="l", metadata={})  # type: ignore[index]
+    encoded = codec.encode([values], CODECS[wire], chunk_bytes=CHUNK, layout="l", metadata={})
     World().complete(store.write(layout.payload(3, Member(rank, 1)), encoded.data))
     return Participant(rank=rank, attempt=1, weight=weight, payload=encoded.info)
 
@@ -54,12 +56,12 @@ def by_hand(values: list[torch.Tensor], weights: list[int]) -> np.ndarray:
     return total
 
 
-@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+@pytest.mark.parametrize("wire", DTYPES)
 @pytest.mark.parametrize("weights", [[1, 1], [7, 3, 5], [1, 1000, 10, 100]])
 def test_the_mean_is_the_same_bits_as_by_hand(wire: str, weights: list[int]) -> None:
     store = MemoryStore()
     participants = [upload(store, rank, gradient(rank), weight, wire) for rank, weight in enumerate(weights)]
-    sent = [gradient(rank).to(codec.codec(wire).dtype).float() for rank in range(len(weights))]
+    sent = [gradient(rank).to(DTYPES[wire]).float() for rank in range(len(weights))]
     expected = by_hand(sent, weights)
     assert mean(store, participants).numpy().tobytes() == expected.tobytes()
 

@@ -207,7 +207,8 @@ def test_a_replicas_own_state_is_found_by_its_next_attempt() -> None:
         world.complete(inner.save(first, round_, {"0/exp_avg": torch.full((2,), float(round_))}))
     [found] = world.complete(inner.load(second, 9))
     assert found is not None
-    assert torch.equal(found["0/exp_avg"], torch.full((2,), 8.0))
+    assert found.round == 8
+    assert torch.equal(found.tensors["0/exp_avg"], torch.full((2,), 8.0))
     assert world.complete(inner.load(second, 7)) == [None]
     assert world.complete(inner.load(other, 9)) == [None]
     assert [key for key in store._objects if key.startswith("replicas/")] == [layout.inner_state(Member(2, 1), 8)]
