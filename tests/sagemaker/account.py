@@ -20,6 +20,7 @@ from tests.support.iam_authority import Authority
 from tests.support.pulumi_stack import PulumiStack
 from tests.support.quotas import QuotaServer
 from tests.support.sagemaker import Callers, SageMakerServer, Service, Timing
+from tests.support.sagemaker.logs import GROUP
 from tests.support.sagemaker.ministack import ministack
 from tests.support.tls_proxy import FrontEnd
 
@@ -183,6 +184,11 @@ def _network(tls: Emulator) -> dict[str, str]:
 def _make_user(tls: Emulator) -> tuple[str, dict[str, str]]:
     iam = tls.client("iam")
     arn = str(iam.create_user(UserName=USER)["User"]["Arn"])
+    # CloudWatch Logs authorises reading a stream on the stream, as the stack's policy has it; MiniStack on its group.
+    group = f"arn:aws:logs:{REGION}:{ACCOUNT}:log-group:{GROUP}"
+    reading = {"Effect": "Allow", "Action": ["logs:GetLogEvents", "logs:DescribeLogStreams"], "Resource": group}
+    document = json.dumps({"Version": "2012-10-17", "Statement": reading})
+    iam.put_user_policy(UserName=USER, PolicyName="logs-of-ministack", PolicyDocument=document)
     return arn, iam.create_access_key(UserName=USER)["AccessKey"]
 
 

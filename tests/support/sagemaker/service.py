@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from tests.support.sagemaker.callers import Callers
 
 _ECR = re.compile(r"(?P<account>\d{12})\.dkr\.ecr\.(?P<region>[a-z0-9-]+)\.amazonaws\.com/(?P<name>[^:@]+)(?P<tag>.*)")
+SESSION_SECONDS = 30.0
+"""How long a role's permissions are used as they were: IAM, too, takes its time."""
 _ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -100,6 +102,8 @@ class Service:
     _threads: list[threading.Thread] = field(default_factory=list)
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _roles: Roles | None = None
+    _sessions: dict[str, tuple[dict[str, str], float]] = field(default_factory=dict)
+    _sessions_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         if self.emulator is not None:
@@ -263,9 +267,9 @@ class Service:
 
     def as_role(self, role_arn: str, service: str) -> Any:
         """A boto3 client with the permissions of an execution role."""
-        if self.emulator is None or self._roles is None:
+        if self.emulator is None:
             raise RuntimeError("jobs do not run without an emulator")
-        return self.emulator.client(service, self._roles.credentials(role_arn))
+        return self.emulator.client(service, self._session(role_arn))
 
     def logs_as_role(self, role_arn: str, action: str, stream: str) -> Any:
         """A Logs client for one action on one stream, if the execution role may; else raises ClientError.
@@ -285,9 +289,21 @@ class Service:
 
     def role_credentials(self, job: Job) -> dict[str, str]:
         """Credentials of a job's role, as the container's endpoint hands them out."""
+        return self._session(job.request["RoleArn"])
+
+    def _session(self, role_arn: str) -> dict[str, str]:
+        """A session of a role, made anew after a while: a container's SDK waits a second or two for credentials, and
+        to bring a twin's permissions up to date takes many calls.
+        """
         if self._roles is None:
             raise RuntimeError("jobs do not run without an emulator")
-        return self._roles.credentials(job.request["RoleArn"])
+        with self._sessions_lock:
+            now = time.monotonic()
+            known, since = self._sessions.get(role_arn, ({}, -SESSION_SECONDS))
+            if now - since >= SESSION_SECONDS:
+                known = self._roles.credentials(role_arn)
+                self._sessions[role_arn] = known, now
+            return known
 
     def environment(self, job: Job) -> dict[str, str]:
         """What a container's process sees: nothing of this process's own environment but where programs are."""
