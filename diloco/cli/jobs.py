@@ -1,13 +1,12 @@
-"""Commands for runs on SageMaker that some launcher started: status, watch, logs, cancel, collect, resume, list.
+"""Commands for runs that some launcher started: status, watch, logs, cancel, collect, resume, scale, list.
 
-All of them find the run by its id alone, from any machine: jobs by their names and tags, the rest in the bucket.
+All of them find the run by its id alone, from any machine: SageMaker's jobs by their names and tags, a cluster's by its
+label, the rest in the bucket.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,8 +17,13 @@ from rich.text import Text
 
 from diloco.cli.app import FAILED, app
 from diloco.cli.options import (
+    Backend,
+    BackendOption,
+    ContextOption,
     JsonOption,
+    KubeconfigOption,
     MaxCostOption,
+    NamespaceOption,
     OutputsOption,
     PricesOption,
     RunIdArgument,
@@ -27,7 +31,7 @@ from diloco.cli.options import (
     TakeoverOption,
     seconds,
 )
-from diloco.cli.output import say
+from diloco.cli.output import print_json, say
 from diloco.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
+    from diloco.cli.kubernetes import ClusterPlace, FoundRun
     from diloco.executors.base import ReplicaHandle
     from diloco.executors.sagemaker import SageMakerExecutor
     from diloco.stack import StackOutputs
@@ -51,8 +56,14 @@ def status(
     outputs: OutputsOption = None,
     prices: PricesOption = None,
     as_json: JsonOption = False,
+    backend: BackendOption = Backend.sagemaker,
+    namespace: NamespaceOption = None,
+    kubeconfig: KubeconfigOption = None,
+    context: ContextOption = None,
 ) -> int:
     """Show a run's jobs and what its replicas say. Exit code 1: one of its jobs has failed."""
+    if backend is Backend.kubernetes:
+        return _on_cluster(run_id, stack, outputs, namespace, kubeconfig, context).status(as_json=as_json)
     found, executor = _find(run_id, stack, outputs, prices=prices)
     handles = executor.existing()
     table = asyncio.run(_status(found, run_id, executor, handles))
@@ -64,8 +75,18 @@ def status(
 
 
 @app.command()
-def watch(run_id: RunIdArgument, stack: StackOption = None, outputs: OutputsOption = None) -> int:
+def watch(
+    run_id: RunIdArgument,
+    stack: StackOption = None,
+    outputs: OutputsOption = None,
+    backend: BackendOption = Backend.sagemaker,
+    namespace: NamespaceOption = None,
+    kubeconfig: KubeconfigOption = None,
+    context: ContextOption = None,
+) -> int:
     """Show a run's status until all of its jobs have ended. Exit code 1: one of them failed."""
+    if backend is Backend.kubernetes:
+        return _on_cluster(run_id, stack, outputs, namespace, kubeconfig, context).watch()
     from rich.live import Live
 
     found, executor = _find(run_id, stack, outputs)
@@ -86,8 +107,15 @@ def logs(
     outputs: OutputsOption = None,
     rank: Annotated[int | None, typer.Option(help="Of this rank only.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until all jobs have ended.")] = False,
+    backend: BackendOption = Backend.sagemaker,
+    namespace: NamespaceOption = None,
+    kubeconfig: KubeconfigOption = None,
+    context: ContextOption = None,
 ) -> None:
     """Print the logs of all ranks, merged by time."""
+    if backend is Backend.kubernetes:
+        _on_cluster(run_id, stack, outputs, namespace, kubeconfig, context).logs(rank=rank, follow=follow)
+        return
     from diloco.executors.sagemaker_logs import LogReader
 
     _, executor = _find(run_id, stack, outputs)
@@ -104,8 +132,19 @@ def logs(
 
 
 @app.command()
-def cancel(run_id: RunIdArgument, stack: StackOption = None, outputs: OutputsOption = None) -> None:
+def cancel(
+    run_id: RunIdArgument,
+    stack: StackOption = None,
+    outputs: OutputsOption = None,
+    backend: BackendOption = Backend.sagemaker,
+    namespace: NamespaceOption = None,
+    kubeconfig: KubeconfigOption = None,
+    context: ContextOption = None,
+) -> None:
     """Stop a run: its launcher, its jobs, and the instances that they keep warm."""
+    if backend is Backend.kubernetes:
+        _on_cluster(run_id, stack, outputs, namespace, kubeconfig, context).cancel()
+        return
     from diloco.sagemaker_run import cancel_run
 
     found, executor = _find(run_id, stack, outputs)
@@ -123,8 +162,16 @@ def collect(
     ] = None,
     prices: PricesOption = None,
     as_json: JsonOption = False,
+    backend: BackendOption = Backend.sagemaker,
+    namespace: NamespaceOption = None,
+    kubeconfig: KubeconfigOption = None,
+    context: ContextOption = None,
 ) -> int:
     """Wait for the end of a run, release its instances, and report. Exit code 1: it has no result."""
+    if backend is Backend.kubernetes:
+        return _on_cluster(run_id, stack, outputs, namespace, kubeconfig, context).collect(
+            timeout=timeout, as_json=as_json
+        )
     from diloco.cli.sagemaker import print_end
     from diloco.sagemaker_run import report_of
 
@@ -147,8 +194,16 @@ def resume(
     max_cost: MaxCostOption = None,
     prices: PricesOption = None,
     as_json: JsonOption = False,
+    backend: BackendOption = Backend.sagemaker,
+    namespace: NamespaceOption = None,
+    kubeconfig: KubeconfigOption = None,
+    context: ContextOption = None,
 ) -> int:
     """Supervise a run that was started before: adopt the jobs that run, relaunch those that ended without a result."""
+    if backend is Backend.kubernetes:
+        return _on_cluster(run_id, stack, outputs, namespace, kubeconfig, context).resume(
+            takeover=takeover, as_json=as_json
+        )
     from diloco.cli.sagemaker import SageMakerLaunch
     from diloco.sagemaker_run import restore
 
@@ -166,9 +221,36 @@ def resume(
     ).run()
 
 
+@app.command()
+def scale(
+    run_id: RunIdArgument,
+    replicas: Annotated[int, typer.Option(help="How many replicas it shall have from now on.")],
+    stack: StackOption = None,
+    outputs: OutputsOption = None,
+    namespace: NamespaceOption = None,
+    kubeconfig: KubeconfigOption = None,
+    context: ContextOption = None,
+) -> None:
+    """Change how many replicas a running run on a cluster has; it must be one of --policy skip."""
+    _on_cluster(run_id, stack, outputs, namespace, kubeconfig, context).scale(replicas)
+
+
 @app.command("list")
-def list_(stack: StackOption = None, outputs: OutputsOption = None, as_json: JsonOption = False) -> None:
-    """List the stack's runs that have jobs, the newest first."""
+def list_(
+    stack: StackOption = None,
+    outputs: OutputsOption = None,
+    as_json: JsonOption = False,
+    backend: BackendOption = Backend.sagemaker,
+    namespace: NamespaceOption = None,
+    kubeconfig: KubeconfigOption = None,
+    context: ContextOption = None,
+) -> None:
+    """List the stack's or the namespace's runs that have jobs, the newest first."""
+    if backend is Backend.kubernetes:
+        from diloco.cli.kubernetes import print_runs
+
+        print_runs(_place(stack, outputs, namespace, kubeconfig, context), as_json=as_json)
+        return
     from diloco.sagemaker_run import list_runs
     from diloco.stack import read_outputs
 
@@ -183,9 +265,27 @@ def list_(stack: StackOption = None, outputs: OutputsOption = None, as_json: Jso
     Console(highlight=False).print(table if runs else "no runs")
 
 
-def print_json(document: Any) -> None:
-    """Print one JSON document."""
-    sys.stdout.write(json.dumps(document, indent=1) + "\n")
+def _place(
+    stack: str | None, outputs: Path | None, namespace: str | None, kubeconfig: Path | None, context: str | None
+) -> ClusterPlace:
+    from diloco.cli.kubernetes import ClusterPlace
+    from diloco.stack import read_outputs
+
+    found = None if stack is None and outputs is None else read_outputs(outputs, stack)
+    return ClusterPlace.find(found, namespace=namespace, kubeconfig=kubeconfig, context=context)
+
+
+def _on_cluster(
+    run_id: str,
+    stack: str | None,
+    outputs: Path | None,
+    namespace: str | None,
+    kubeconfig: Path | None,
+    context: str | None,
+) -> FoundRun:
+    from diloco.cli.kubernetes import FoundRun
+
+    return FoundRun(run_id, _place(stack, outputs, namespace, kubeconfig, context))
 
 
 def _find(

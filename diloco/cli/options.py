@@ -22,6 +22,13 @@ class ModelRanks(StrEnum):
     none = "none"
 
 
+class Backend(StrEnum):
+    """Where replicas run, if not on this machine."""
+
+    sagemaker = "sagemaker"
+    kubernetes = "kubernetes"
+
+
 def seconds(text: str | int) -> int:
     """A time such as 90, 90s, 30m, 2h or 5d, in seconds. Raises ConfigurationError."""
     found = re.fullmatch(r"(\d+)([smhd]?)", str(text).strip())
@@ -52,6 +59,15 @@ KeepAliveOption = Annotated[
 ]
 PricesOption = Annotated[Path | None, typer.Option(help="Price table to use instead of diloco/prices.json.")]
 MaxCostOption = Annotated[float | None, typer.Option(metavar="DOLLARS", help="Stop the run once it has cost this.")]
+BackendOption = Annotated[Backend, typer.Option(help="Where the replicas run: SageMaker jobs, or pods of a cluster.")]
+NamespaceOption = Annotated[
+    str | None,
+    typer.Option(help="kubernetes: the namespace.  [default: the stack's, else the context's]", show_default=False),
+]
+KubeconfigOption = Annotated[
+    Path | None, typer.Option(help="kubernetes: file with the cluster's address.  [default: as kubectl]")
+]
+ContextOption = Annotated[str | None, typer.Option(help="kubernetes: context of that file.  [default: the current]")]
 TakeoverOption = Annotated[bool, typer.Option("--takeover", help="Replace a launcher that may live at once.")]
 
 
@@ -60,3 +76,14 @@ def types(text: str | None) -> tuple[str, ...]:
     from diloco.executors.sagemaker_instances import DEFAULT
 
     return (DEFAULT,) if text is None else tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def pairs(option: str, values: list[str] | None) -> dict[str, str]:
+    """`NAME=VALUE` texts as a mapping. Raises ConfigurationError."""
+    found = {}
+    for text in values or ():
+        name, separator, value = text.partition("=")
+        if not separator or not name:
+            raise ConfigurationError(f"{option} {text}: write it as NAME=VALUE")
+        found[name] = value
+    return found

@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 
 def print_document(report: RunReport) -> None:
     """Print a run's report as one JSON document."""
-    sys.stdout.write(json.dumps(report.document(), indent=1) + "\n")
+    print_json(report.document())
+
+
+def print_json(document: Any) -> None:
+    """Print one JSON document."""
+    sys.stdout.write(json.dumps(document, indent=1) + "\n")
 
 
 def say(console: Console, text: str) -> None:

@@ -11,16 +11,22 @@ import typer
 
 from diloco.cli.app import app
 from diloco.cli.options import (
+    Backend,
+    BackendOption,
+    ContextOption,
     InstanceTypeOption,
     JsonOption,
     KeepAliveOption,
+    KubeconfigOption,
     MaxCostOption,
     ModelRanks,
+    NamespaceOption,
     OutputsOption,
     PricesOption,
     SpotOption,
     StackOption,
     TakeoverOption,
+    pairs,
     seconds,
     types,
 )
@@ -112,7 +118,11 @@ def run(
     prices: PricesOption = None,
     detach: Annotated[bool, typer.Option("--detach", help="Start the jobs and leave them alone.")] = False,
     hf_token_secret: Annotated[
-        str | None, typer.Option(metavar="ARN", help="Secrets Manager secret with a Hugging Face token.")
+        str | None,
+        typer.Option(
+            metavar="ARN|NAME",
+            help="Secret with a Hugging Face token: an ARN of Secrets Manager; kubernetes: a Secret with key HF_TOKEN.",
+        ),
     ] = None,
     model_from: Annotated[
         ModelRanks, typer.Option(help="Ranks whose job's output holds the trained model.")
@@ -120,12 +130,41 @@ def run(
     uses_all_gpus: Annotated[
         bool, typer.Option("--uses-all-gpus", help="The trainer is one's own and uses every GPU of its instance.")
     ] = False,
+    backend: BackendOption = Backend.sagemaker,
+    namespace: NamespaceOption = None,
+    kubeconfig: KubeconfigOption = None,
+    context: ContextOption = None,
+    image: Annotated[str | None, typer.Option(help="kubernetes: the image.  [default: the stack's]")] = None,
+    service_account: Annotated[
+        str | None, typer.Option(help="kubernetes: as whom pods run.  [default: the stack's, else default]")
+    ] = None,
+    credentials_secret: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="kubernetes: Secret with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, where pods have no role.",
+        ),
+    ] = None,
+    queue: Annotated[str | None, typer.Option(help="kubernetes: Kueue's LocalQueue.")] = None,
+    cpu: Annotated[str, typer.Option(help="kubernetes: CPUs of a replica.")] = "1",
+    memory: Annotated[str, typer.Option(help="kubernetes: memory of a replica.")] = "4Gi",
+    shared_memory: Annotated[str, typer.Option(help="kubernetes: its part that is /dev/shm.")] = "1Gi",
+    gpus: Annotated[int, typer.Option(help="kubernetes: NVIDIA GPUs of a replica.")] = 0,
+    node_selector: Annotated[
+        list[str] | None, typer.Option(metavar="LABEL=VALUE", help="kubernetes: only such nodes; may be repeated.")
+    ] = None,
+    priority_class: Annotated[str | None, typer.Option(help="kubernetes: the pods' PriorityClass.")] = None,
+    region: Annotated[str | None, typer.Option(help="kubernetes: the bucket's region.  [default: the stack's]")] = None,
 ) -> None:
-    """Train one model by N replicas: on this machine (--local), or as SageMaker jobs (--stack or --outputs)."""
-    remote = stack is not None or outputs is not None
+    """Train one model by N replicas: on this machine (--local), as SageMaker jobs (--stack or --outputs), or as pods of
+    a cluster (--backend kubernetes).
+    """
+    on_cluster = backend is Backend.kubernetes
+    remote = stack is not None or outputs is not None or on_cluster
     if local == remote:
         raise ConfigurationError(
-            "say where the replicas run: --local for this machine, or --stack NAME or --outputs FILE for SageMaker"
+            "say where the replicas run: --local for this machine, --stack NAME or --outputs FILE for SageMaker, or"
+            " --backend kubernetes"
         )
     from diloco.embedded import BUCKET
     from diloco.spec import RunSettings, new_run_id
@@ -136,9 +175,15 @@ def run(
     if remote:
         from diloco.stack import read_outputs
 
-        _refuse_local_options(rendezvous=rendezvous, endpoint_url=endpoint_url, baseline=baseline)
-        found = read_outputs(outputs, stack)
-        rendezvous = found.rendezvous_uri
+        found = None if stack is None and outputs is None else read_outputs(outputs, stack)
+        _refuse_local_options(
+            rendezvous=None if found is None else rendezvous,
+            endpoint_url=None if on_cluster else endpoint_url,
+            baseline=baseline,
+        )
+        rendezvous = rendezvous if found is None else found.rendezvous_uri
+        if rendezvous is None:
+            raise ConfigurationError("--rendezvous s3://bucket/prefix is needed without --stack or --outputs")
     settings = RunSettings.checked(
         replicas=replicas,
         steps=steps,
@@ -162,6 +207,36 @@ def run(
             "checkpoint_every": checkpoint_every,
         },
     )
+    if on_cluster:
+        from diloco.cli.kubernetes import launch_on_cluster
+
+        raise typer.Exit(
+            launch_on_cluster(
+                settings,
+                found,
+                namespace=namespace,
+                kubeconfig=kubeconfig,
+                context=context,
+                takeover=takeover,
+                detach=detach,
+                as_json=as_json,
+                image_uri=image,
+                service_account=service_account,
+                region=region,
+                cpu=cpu,
+                memory=memory,
+                shared_memory=shared_memory,
+                gpus=gpus,
+                retries=max_restarts,
+                max_runtime=max_runtime,
+                queue=queue,
+                priority_class=priority_class,
+                node_selector=pairs("--node-selector", node_selector),
+                credentials_secret=credentials_secret,
+                token_secret=hf_token_secret,
+                endpoint_url=endpoint_url,
+            )
+        )
     if found is not None:
         from diloco.cli.sagemaker import SageMakerLaunch
         from diloco.sagemaker_run import data_uri, job_settings

@@ -1,30 +1,29 @@
-"""`run` and `resume` on SageMaker: checks, supervision, and what is said at the end."""
+"""`run` and `resume` on SageMaker: what is its own of a launch, and what is said at the end."""
 
 from __future__ import annotations
 
-import signal
-import time
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
-from diloco.cli.app import FAILED, exit_code
 from diloco.cli.output import print_document, say
-from diloco.errors import DilocoError
-from diloco.signals import Interrupted, Signals
+from diloco.cli.remote import RemoteLaunch
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from rich.console import Console
+
     from diloco.executors.sagemaker import SageMakerExecutor
     from diloco.executors.sagemaker_request import JobSettings
     from diloco.report import RunReport
+    from diloco.run import Pace
     from diloco.spec import RunSettings
     from diloco.stack import StackOutputs
 
 
-class SageMakerLaunch:
+class SageMakerLaunch(RemoteLaunch):
     """One launch of a run on SageMaker."""
+
+    alone = "one that dies stays dead"
 
     def __init__(
         self,
@@ -41,117 +40,52 @@ class SageMakerLaunch:
         from diloco.executors.sagemaker import SageMakerExecutor
         from diloco.sagemaker_run import describe_every
 
-        self._outputs = outputs
-        self._settings = settings
-        self._jobs = jobs
-        self._takeover = takeover
-        self._as_json = as_json
-        self._console = Console(stderr=as_json, highlight=False)
-        self._started = time.monotonic()
-        self._executor = SageMakerExecutor(
+        self._sagemaker = SageMakerExecutor(
             jobs,
             prices=Prices.load(prices),
             max_cost=max_cost,
             describe_every=describe_every(settings.replicas),
-            on_note=lambda text: say(self._console, text),
+            on_note=self.say,
         )
+        super().__init__(self._sagemaker, settings, takeover=takeover, as_json=as_json)
+        self._outputs = outputs
+        self._jobs = jobs
 
-    def run(self) -> int:
-        """Launch, supervise, report; returns the exit code."""
-        from diloco.run import run_replicas
-        from diloco.status import make_view
+    @property
+    def storage_options(self) -> dict[str, Any]:
+        """How this process reaches the run's bucket."""
+        from diloco.sagemaker_run import storage_options
 
-        with Signals() as signals:
-            try:
-                self._check()
-                with make_view(self._console) as view:
-                    report: RunReport = signals.run(
-                        run_replicas(
-                            self._executor,
-                            self._settings,
-                            on_status=view.show,
-                            stop_when=self._executor.over_budget,
-                            **self._common(),
-                        )
-                    )
-            except Interrupted as stopped:
-                return self._interrupted(stopped)
-            except DilocoError as problem:
-                if exit_code(problem) == FAILED and self._as_json:
-                    print_document(self._failed(str(problem)))
-                raise
-        print_end(self._console, report, self._executor, as_json=self._as_json)
-        return 0 if report.succeeded else FAILED
+        return storage_options(self._outputs)
 
-    def detach(self) -> int:
-        """Launch and leave; returns the exit code."""
-        from diloco.detached import submit_replicas
+    @property
+    def pace(self) -> Pace:
+        """How often the launcher looks."""
+        from diloco.sagemaker_run import pace
 
-        with Signals() as signals:
-            try:
-                self._check()
-                handles = signals.run(submit_replicas(self._executor, self._settings, **self._common()))
-            except Interrupted as stopped:
-                return self._interrupted(stopped)
-        run_id = self._settings.run_id
-        if not handles:
-            say(self._console, f"run {run_id} has its result already: `collect {run_id}` shows it")
-            return 0
-        say(
-            self._console,
-            f"run {run_id}: {len(handles)} jobs, left alone: one that dies stays dead until `resume {run_id}`"
-            f" supervises them; `status {run_id}`, `logs {run_id}`, `cancel {run_id}`, `collect {run_id}`",
-        )
-        if self._as_json:
-            from diloco.cli.jobs import print_json
+        return pace(self._settings.replicas)
 
-            print_json({"run_id": run_id, "jobs": [handle.job_id for handle in handles]})
-        return 0
-
-    def _common(self) -> dict[str, Any]:
-        from diloco.sagemaker_run import pace, storage_options
-
-        return {
-            "storage_options": storage_options(self._outputs),
-            "takeover": self._takeover,
-            "on_note": lambda text: say(self._console, text),
-            "pace": pace(self._settings.replicas),
-        }
-
-    def _check(self) -> None:
-        """Find out all that keeps the run from starting, before anything is written."""
+    def check(self) -> None:
+        """Quotas, role, image and bucket."""
         from diloco.executors.sagemaker_checks import check
-        from diloco.preflight import check_launch
 
-        check_launch(self._executor, self._settings)
         findings = check(
-            self._executor.clients,
+            self._sagemaker.clients,
             self._jobs,
             replicas=self._settings.replicas,
             rendezvous_uri=self._settings.uri,
         )
         for warning in findings.warnings:
-            say(self._console, f"warning: {warning}")
+            self.say(f"warning: {warning}")
         findings.raise_problems()
 
-    def _interrupted(self, stopped: Interrupted) -> int:
-        name, run_id = signal.Signals(stopped.number).name, self._settings.run_id
-        say(self._console, f"stopped by {name}; all jobs of this run are stopped. To go on: resume {run_id}")
-        if self._as_json:
-            print_document(self._failed(f"stopped by {name}"))
-        return 128 + stopped.number
+    def stop_when(self) -> str | None:
+        """The budget is used up."""
+        return self._sagemaker.over_budget()
 
-    def _failed(self, error: str) -> RunReport:
-        from diloco.report import RunReport
-
-        return RunReport(
-            run_id=self._settings.run_id,
-            status="failed",
-            rendezvous_uri=self._settings.uri,
-            rounds_expected=self._settings.rounds,
-            wall_seconds=round(time.monotonic() - self._started, 3),
-            error=error,
-        )
+    def print_end(self, report: RunReport) -> None:
+        """Print how the run ended and what it cost."""
+        print_end(self._console, report, self._sagemaker, as_json=self._as_json)
 
 
 def print_end(console: Console, report: RunReport, executor: SageMakerExecutor, *, as_json: bool) -> None:

@@ -19,12 +19,14 @@ _OWN_NAMESPACE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"  # in
 
 class Clients:
     """The APIs that an executor uses. `kubeconfig` and `context` as kubectl takes them; without any of both, and inside
-    a pod, the pod's ServiceAccount.
+    a pod, the pod's ServiceAccount. `eks` are name and region of a cluster that needs no kubeconfig.
 
     Raises ConfigurationError if there is no cluster to talk to.
     """
 
-    def __init__(self, kubeconfig: Path | None = None, context: str | None = None) -> None:
+    def __init__(
+        self, kubeconfig: Path | None = None, context: str | None = None, *, eks: tuple[str, str] | None = None
+    ) -> None:
         try:
             from kubernetes import client, config  # type: ignore[import-untyped]
         except ModuleNotFoundError:
@@ -32,7 +34,12 @@ class Clients:
                 "--backend kubernetes needs the official client: pip install 'diloco-aws[kubernetes]'"
             ) from None
         try:
-            self._api = self._connect(config, kubeconfig, context)
+            if eks is None:
+                self._api = self._connect(config, kubeconfig, context)
+            else:
+                from diloco.eks import kubeconfig as of_cluster
+
+                self._api = config.new_client_from_config_dict(of_cluster(*eks))
         except config.ConfigException as problem:
             where = f"{kubeconfig}" if kubeconfig else "$KUBECONFIG or ~/.kube/config"
             raise ConfigurationError(
@@ -54,7 +61,7 @@ class Clients:
             except config.ConfigException:
                 pass
             else:
-                from kubernetes.client import ApiClient
+                from kubernetes.client import ApiClient  # type: ignore[import-untyped]
 
                 return ApiClient()
             raise
@@ -62,7 +69,7 @@ class Clients:
     @staticmethod
     def namespace(kubeconfig: Path | None = None, context: str | None = None) -> str:
         """The namespace that kubectl would use."""
-        from kubernetes import config  # type: ignore[import-untyped]
+        from kubernetes import config
 
         try:
             contexts, active = config.list_kube_config_contexts(None if kubeconfig is None else str(kubeconfig))

@@ -10,7 +10,8 @@ import pytest
 
 from diloco.embedded import environment
 from tests.kubernetes.runs import Run, credentials
-from tests.support.cluster import Cluster, Image
+from tests.support.cluster import IMAGE, Cluster, Image, replica_image
+from tests.support.engine import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,7 +34,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if os.geteuid() != 0:
         pytest.skip("the node's containers are made by mounts and other users' processes: run as root")
     shell = Image(entrypoint=("/bin/sh",), env={"PATH": "/usr/local/bin:/usr/bin:/bin"}, folder="/")
-    with Cluster(tmp_path_factory.mktemp("cluster"), images={SHELL: shell}) as cluster:
+    with Cluster(
+        tmp_path_factory.mktemp("cluster"), images={SHELL: shell, IMAGE: replica_image(PYTHONPATH=str(ROOT))}
+    ) as cluster:
         yield cluster
 
 
