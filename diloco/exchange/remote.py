@@ -214,9 +214,18 @@ class RemoteStore(Store):
             raise
 
     async def _list(self, prefix: str) -> list[Entry]:
-        found = await self._do("list", prefix, self._client()._find(self._at(prefix), detail=True, withdirs=False))
-        skip = len(self._path) + 1
-        return [Entry(name[skip:], int(info["size"]), info["LastModified"].timestamp()) for name, info in found.items()]
+        # s3fs's own find asks twice more when nothing is there, as in most polls, and may then find a folder.
+        s3 = self._client()
+        bucket, path, _ = s3.split_path(self._at(prefix))
+        place, entries = {"Bucket": bucket, "Prefix": path}, list[Entry]()
+        skip = len(path) - len(prefix)
+        while True:
+            page = await self._do("list", prefix, s3._call_s3("list_objects_v2", **place))
+            for found in page.get("Contents", []):
+                entries.append(Entry(found["Key"][skip:], int(found["Size"]), found["LastModified"].timestamp()))
+            if not page.get("IsTruncated"):
+                return entries
+            place["ContinuationToken"] = page["NextContinuationToken"]
 
     async def _delete(self, key: str) -> None:
         await self._do("delete", key, self._client()._rm_file(self._at(key)))

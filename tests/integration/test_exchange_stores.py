@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from diloco.embedded import environment
 from diloco.errors import BucketMissingError, CorruptObjectError, ObjectMissingError, StoreUnreachableError
 from diloco.exchange import membership
 from diloco.exchange.layout import Member
@@ -252,3 +253,37 @@ def test_an_endpoint_that_is_down_is_named(embedded_s3: EmbeddedS3, monkeypatch:
 
     with pytest.raises(StoreUnreachableError, match="s3://diloco/run"):
         asyncio.run(contact())
+
+
+def test_polling_what_is_not_there_yet_is_one_request(embedded_s3: EmbeddedS3, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    async def poll() -> list[Entry]:
+        async with opened(f"{embedded_s3.uri}/polled") as store:
+            await store.write("other/a", b"")
+            client = store._client()  # type: ignore[attr-defined]
+            call = client._call_s3
+
+            async def counted(method: str, *args: Any, **kwargs: Any) -> Any:
+                asked.append(method)
+                return await call(method, *args, **kwargs)
+
+            monkeypatch.setattr(client, "_call_s3", counted)
+            return await store.list("rounds/00000001/h/")
+
+    with environment(embedded_s3.env):
+        assert asyncio.run(poll()) == []
+    assert asked == ["list_objects_v2"]
+
+
+def test_a_listing_of_several_pages_is_whole(embedded_s3: EmbeddedS3) -> None:
+    keys = [f"many/{number:04d} é+%" for number in range(1003)]
+
+    async def fill() -> list[str]:
+        async with opened(f"{embedded_s3.uri}/pages") as store:
+            for start in range(0, len(keys), 50):
+                await asyncio.gather(*(store.write(key, b"") for key in keys[start : start + 50]))
+            return [entry.key for entry in await store.list("many/")]
+
+    with environment(embedded_s3.env):
+        assert asyncio.run(fill()) == keys
