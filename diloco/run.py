@@ -170,6 +170,7 @@ class _Launch:
         watching: asyncio.Task[None] | None = None
         try:
             self._handles = {handle.rank: handle for handle in await self._start(self._specs)}
+            self._earlier = _without_adopted(self._earlier, self._handles)
             watching = asyncio.create_task(self._watch())
             problem = await self._until_ended([beating, watching])
         finally:
@@ -358,3 +359,12 @@ class _Launch:
                 wall_seconds=round(seconds, 3),
                 error=error or f"the end of the run can't be read: {problem}",
             )
+
+
+def _without_adopted(earlier: frozenset[Member], handles: Mapping[int, ReplicaHandle]) -> frozenset[Member]:
+    """Members of earlier launches that are not of this one: a rank that was adopted goes on as its newest member."""
+    newest: dict[int, Member] = {}
+    for member in sorted(earlier):
+        if member.rank in handles and handles[member.rank].adopted:
+            newest[member.rank] = member
+    return earlier - frozenset(newest.values())

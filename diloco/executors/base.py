@@ -43,6 +43,8 @@ class ReplicaHandle:
     status: Status = "pending"
     exit_code: int | None = None
     log_location: str | None = None
+    adopted: bool = False
+    """Whether it was found running, started by an earlier launch, instead of being started."""
     waits: str | None = None
     """Why it does not run yet, as far as the backend knows."""
 

@@ -151,7 +151,14 @@ class SageMakerExecutor:
         )
 
     def _handle(self, rank: int, name: str) -> ReplicaHandle:
-        return ReplicaHandle(rank, self.backend_name, name, "pending", log_location=f"{GROUP}: {name}/")
+        return ReplicaHandle(
+            rank,
+            self.backend_name,
+            name,
+            "pending",
+            log_location=f"{GROUP}: {name}/",
+            adopted=name in self._submitter.adopted,
+        )
 
     def _updated(self, handle: ReplicaHandle) -> ReplicaHandle:
         if handle.job_id not in self._described:

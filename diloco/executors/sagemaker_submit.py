@@ -57,6 +57,8 @@ class Submitter:
         self._note = on_note or (lambda _text: None)
         self._chance = random.Random()
         self._next_at = 0.0
+        self.adopted: set[str] = set()
+        """Jobs that were there already."""
         self._listed = False
         self._newest: dict[int, int] = {}
         self._types: dict[int, tuple[str, ...]] = {}
@@ -199,6 +201,7 @@ class Submitter:
             self.stop([name])
             job = self.describe(name) or job
         if not jobs.has_ended(job):
+            self.adopted.add(name)
             return name
         if jobs.failure(job) == "capacity":
             self._types[spec.rank] = _after(self._settings.instance_types, jobs.instance_type(job))

@@ -11,8 +11,10 @@ import pytest
 
 from diloco.errors import ConfigurationError, RunMismatchError, StoreError
 from diloco.exchange import layout
+from diloco.exchange.layout import Member
+from diloco.executors.base import ReplicaHandle
 from diloco.preflight import preflight
-from diloco.run import run_replicas
+from diloco.run import _without_adopted, run_replicas
 from diloco.spec import new_run_id, spec_record
 from tests.support.standin_replica import executor, run, settings
 
@@ -252,3 +254,13 @@ def test_cancelling_the_run_stops_its_replicas(tmp_path: Path) -> None:
     launcher = executor(tmp_path)
     assert asyncio.run(interrupted()) < 5
     assert all(process.guard.poll() is not None for process in launcher._processes.values())
+
+
+def test_an_adopted_rank_goes_on_as_its_newest_member() -> None:
+    earlier = frozenset({Member(0, 1), Member(0, 2), Member(1, 1), Member(2, 1)})
+    handles = {
+        rank: ReplicaHandle(rank, "sagemaker", f"job-{rank}", adopted=adopted)
+        for rank, adopted in ((0, True), (1, False), (3, True))
+    }
+
+    assert _without_adopted(earlier, handles) == {Member(0, 1), Member(1, 1), Member(2, 1)}
