@@ -15,7 +15,9 @@ from diloco.errors import ConfigurationError
 from diloco.exchange import layout
 from diloco.exchange.layout import Member
 from diloco.exchange.records import Claim, ErrorReport, ReplicaReport
-from diloco.replica_entrypoint import _settings, find_trainer, parse
+from diloco.replica_entrypoint import _settings, find_trainer, follow_spec, parse
+from diloco.spec import spec_record
+from tests.support.standin_replica import settings
 
 ROOT = Path(__file__).parents[2]
 ENV = {"RENDEZVOUS_URI": "file:///env", "WORLD_SIZE": "4", "REPLICA_RANK": "3"}
@@ -295,3 +297,28 @@ def test_a_rank_beyond_a_strict_world_is_refused(tmp_path: Path, trainers: str) 
     done = replica(tmp_path / "run", "--trainer-module", trainers, "--trainer-fn", "takes_anything", rank="1")
     assert done.returncode == 78
     assert last_line(done).startswith("diloco: error: rank 1 of 1: ")
+
+
+def test_trainer_and_arguments_come_from_the_spec_unless_something_else_names_them(tmp_path: Path) -> None:
+    run = settings(
+        tmp_path, trainer_module="spec_module", trainer_fn="spec_fn", trainer_kwargs={"a": 1, "b": 2}, seed=7
+    )
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "spec.json").write_bytes(spec_record(run).to_json())
+    spec = ["--spec", f"{tmp_path.as_uri()}/run/spec.json"]
+
+    options = parse(spec, ENV)
+    kwargs = follow_spec(options, {"b": 3})
+
+    assert (options.trainer_module, options.trainer_fn) == ("spec_module", "spec_fn")
+    assert kwargs == {"steps": 20, "sync_every": 5, "fragments": 1, "sync_delay": 0, "seed": 7, "a": 1, "b": 3}
+    options = parse([*spec, "--trainer-fn", "given"], ENV)
+    follow_spec(options, {})
+    assert (options.trainer_module, options.trainer_fn) == ("spec_module", "given")
+
+
+def test_a_spec_that_is_not_there_is_said(tmp_path: Path) -> None:
+    options = parse(["--spec", f"{tmp_path.as_uri()}/none/spec.json"], ENV)
+
+    with pytest.raises(ConfigurationError, match=r"none/spec\.json: no such object: it is the launcher's to write"):
+        follow_spec(options, {})
