@@ -172,11 +172,15 @@ class RendezvousBucket(pulumi.ComponentResource):
             ],
             opts=child,
         )
-        versioning = aws.s3.BucketVersioning(
-            name,
-            bucket=bucket.bucket,
-            versioning_configuration={"status": "Enabled" if args.versioning else "Suspended"},
-            opts=child,
+        # Not even "Suspended" otherwise, under which each deleted object leaves a marker. Deleting this suspends it.
+        versioning = (
+            [
+                aws.s3.BucketVersioning(
+                    name, bucket=bucket.bucket, versioning_configuration={"status": "Enabled"}, opts=child
+                )
+            ]
+            if args.versioning
+            else []
         )
         aws.s3.BucketLifecycleConfiguration(
             name,
@@ -193,9 +197,10 @@ class RendezvousBucket(pulumi.ComponentResource):
                     "status": "Enabled",
                     "filter": {},
                     "noncurrent_version_expiration": {"noncurrent_days": 1},
+                    "expiration": {"expired_object_delete_marker": True},
                 },
             ],
-            opts=pulumi.ResourceOptions(parent=bucket, deleted_with=bucket, depends_on=[versioning]),
+            opts=pulumi.ResourceOptions(parent=bucket, deleted_with=bucket, depends_on=versioning),
         )
         # A policy and a public-access block that are written at the same moment can conflict.
         aws.s3.BucketPolicy(

@@ -59,7 +59,7 @@ def test_what_is_up_needs_nothing_more_and_down_leaves_nothing(
 
 
 def test_a_change_of_configuration_updates_in_place_only_what_it_should(
-    make_stack: MakeStack, configured: Callable[..., dict[str, Any]]
+    make_stack: MakeStack, configured: Callable[..., dict[str, Any]], aws: Emulator
 ) -> None:
     stack = make_stack({"encryption": {"key": "create"}})
     stack.up().check()
@@ -67,8 +67,8 @@ def test_a_change_of_configuration_updates_in_place_only_what_it_should(
 
     stack.configure(configured(encryption={"key": "create"}, bucket={"versioning": True}))
     versioned = stack.up().check()
-    assert versioned.of("update") == {"BucketVersioning diloco-dev"}
-    assert versioned.changes == {"update": 1}
+    assert versioned.of("create") == {"BucketVersioning diloco-dev"}
+    assert versioned.changes == {"create": 1}
 
     stack.configure(
         configured(encryption={"key": "create"}, bucket={"versioning": True}, launcher={"maxKeepAliveSeconds": 60})
@@ -76,6 +76,10 @@ def test_a_change_of_configuration_updates_in_place_only_what_it_should(
     limited = stack.up().check()
     assert limited.of("update") == {"Policy diloco-dev-launcher"}
     assert limited.changes == {"update": 1}
+
+    stack.configure(configured(encryption={"key": "create"}, launcher={"maxKeepAliveSeconds": 60}))
+    assert stack.up().check().changes == {"delete": 1}
+    assert aws.client("s3").get_bucket_versioning(Bucket=outputs["bucket"])["Status"] == "Suspended"
     assert stack.outputs() == outputs
 
 
