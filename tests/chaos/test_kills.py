@@ -57,7 +57,7 @@ def test_survivors_finish_the_round_of_a_replica_killed(
     comes_back(run, others)
 
 
-@pytest.mark.parametrize(("width", "operation"), [(16, "PUT"), (1700, "PART")], ids=["in one request", "in parts"])
+@pytest.mark.parametrize(("width", "operation"), [(16, "PUT"), (1620, "PART")], ids=["in one request", "in parts"])
 def test_survivors_finish_the_round_of_a_replica_killed_during_its_upload(
     new_run: NewRun, embedded_s3: EmbeddedS3, width: int, operation: str
 ) -> None:

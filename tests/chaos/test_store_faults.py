@@ -91,7 +91,7 @@ def test_the_answer_to_a_create_is_lost_and_the_object_known_by_its_nonce(
 
 
 def test_the_answer_to_the_end_of_an_upload_in_parts_is_lost(new_run: NewRun, proxy: FaultProxy) -> None:
-    run = strict(new_run, proxy, rounds=2, width=1700, exchange={"checkpoint_every": 10})
+    run = strict(new_run, proxy, rounds=2, width=1620, exchange={"checkpoint_every": 10})
     rules = meets(
         proxy,
         run,
