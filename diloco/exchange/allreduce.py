@@ -91,6 +91,8 @@ class ObjectStoreAllReduce:
         self._present: dict[int, set[int]] = {}
         self._empty = 0
         self._own: tuple[int, codec.Encoded] | None = None
+        self._memory: bytearray | None = None
+        """Of the last payload, for the next one."""
         self._announced = -1
         """The last round of which this replica's header is there."""
 
@@ -119,7 +121,9 @@ class ObjectStoreAllReduce:
                     "nonce": new_nonce(),
                 },
                 residual=self.feedback.residual(fragment.index, fragment.numel) if self._codec.feedback else None,
+                into=self._memory,
             )
+            self._memory = encoded.data
             if not encoded.finite:
                 await self.abstain(round_, fragment, rounds.NOT_FINITE)
                 return rounds.NOT_FINITE

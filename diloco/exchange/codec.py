@@ -76,30 +76,31 @@ def encode(
     layout: str,
     metadata: dict[str, str],
     residual: torch.Tensor | None = None,
+    into: bytearray | None = None,
 ) -> Encoded:
     """Coalesce tensors (fp32, any shapes, in this order) into one payload.
 
     `residual` (fp32, shape [values]) is what earlier payloads fell short of: it is added first, and then holds what
-    this one falls short of; undefined if the payload is not finite.
+    this one falls short of; undefined if the payload is not finite. `into` is an earlier payload's memory, to be used
+    again if it has the right size: getting pages from the system would cost more than all the rest.
 
     Peak extra memory is the payload itself. Raises ValueError for chunks that do not hold whole blocks.
     """
     if chunk_bytes % codec_.block_bytes:
         raise ValueError(f"chunks of {chunk_bytes} bytes do not hold whole blocks of {codec_.block_bytes}")
     numel = sum(tensor.numel() for tensor in tensors)
-    data = bytearray(DATA_OFFSET + codec_.body_bytes(numel))
+    size = DATA_OFFSET + codec_.body_bytes(numel)
+    data = into if into is not None and len(into) == size else bytearray(size)
     data[:DATA_OFFSET] = _frame(codec_, numel, metadata)
     out = torch.frombuffer(data, dtype=torch.uint8)[DATA_OFFSET:]
-    decode = Decoder(codec_, codec_.body_bytes(min(codec_.step_values, numel)))
     finite, start, at = True, 0, 0
     for values in _steps(tensors, min(codec_.step_values, numel)):
         if residual is not None:
             values.add_(residual[start : start + values.numel()])
         end = at + codec_.body_bytes(values.numel())
-        finite = codec_.encode(values, out[at:end]) and finite
+        finite = codec_.encode(values, out[at:end], keep_error=residual is not None) and finite
         if residual is not None:
-            sent = decode(memoryview(data)[DATA_OFFSET + at : DATA_OFFSET + end])[: values.numel()]
-            torch.sub(values, sent, out=residual[start : start + values.numel()])
+            residual[start : start + values.numel()] = values
         start, at = start + values.numel(), end
     body = memoryview(data)[DATA_OFFSET:]
     info = Payload(

@@ -7,6 +7,7 @@ on how a processor treats denormals.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -56,9 +57,11 @@ class Codec(ABC):
         """Shape of the safetensors tensor that holds so many values."""
 
     @abstractmethod
-    def encode(self, values: torch.Tensor, out: torch.Tensor) -> bool:
+    def encode(self, values: torch.Tensor, out: torch.Tensor, *, keep_error: bool = False) -> bool:
         """Write fp32 values, shape [n], into uint8 `out`, shape [body_bytes(n)]. False if what was written does not
         decode to finite values throughout.
+
+        With `keep_error`, `values` are then what was written falls short of.
         """
 
     @abstractmethod
@@ -67,10 +70,10 @@ class Codec(ABC):
 
 
 def finite(values: torch.Tensor) -> bool:
-    """Whether no value is NaN or infinite: one pass, nine times as fast as `isfinite().all()`."""
-    if not values.numel():
-        return True
-    return bool(torch.isfinite(torch.stack(torch.aminmax(values))).all())
+    """Whether no value is NaN or infinite. A sum with one can't be finite, and takes a thirtieth of the time of
+    `isfinite().all()`, which is left to find out what another sum means: large values may add up to infinity.
+    """
+    return math.isfinite(float(values.sum())) or bool(torch.isfinite(values).all())
 
 
 @dataclass(frozen=True)
@@ -82,9 +85,11 @@ class Plain(Codec):
     def shape(self, numel: int) -> list[int]:  # noqa: D102
         return [numel]
 
-    def encode(self, values: torch.Tensor, out: torch.Tensor) -> bool:  # noqa: D102
+    def encode(self, values: torch.Tensor, out: torch.Tensor, *, keep_error: bool = False) -> bool:  # noqa: D102
         encoded = out.view(self.dtype)
         encoded.copy_(values)
+        if keep_error:
+            values.sub_(encoded)
         # A large fp32 value can round to infinity in bf16.
         return finite(encoded)
 
@@ -110,24 +115,25 @@ class Integer(Codec):
     def shape(self, numel: int) -> list[int]:  # noqa: D102
         return [self.body_bytes(numel) // self.block_bytes, self.block_bytes]
 
-    def encode(self, values: torch.Tensor, out: torch.Tensor) -> bool:  # noqa: D102
-        blocks = out.view(-1, self.block_bytes)
+    def encode(self, values: torch.Tensor, out: torch.Tensor, *, keep_error: bool = False) -> bool:  # noqa: D102
+        blocks, padded = out.view(-1, self.block_bytes), values
         if values.numel() < len(blocks) * self.block_values:
-            whole = torch.zeros(len(blocks) * self.block_values)
-            whole[: values.numel()] = values
-            values = whole
-        values = values.view(len(blocks), self.block_values)
-        work = values.abs()
+            padded = torch.zeros(len(blocks) * self.block_values)
+            padded[: values.numel()] = values
+        work = padded.view(len(blocks), self.block_values).abs()
         scales = work.amax(dim=1, keepdim=True).div_(self._most).clamp_(min=_LEAST_SCALE)
         blocks.view(torch.float32)[:, :1] = scales
         # No integer gets too large: the three roundings on the way move the largest by less than half.
-        integers = torch.mul(values, scales.reciprocal(), out=work).round_().to(torch.int8)
+        torch.mul(padded.view(work.shape), scales.reciprocal(), out=work).round_()
+        integers = work.to(torch.int8)
         packed = blocks[:, SCALE_BYTES:].view(torch.int8)
         if self.bits == 8:
             packed.copy_(integers)
         else:
             half = self.block_values // 2
             torch.bitwise_or(integers[:, :half] & 15, integers[:, half:] << 4, out=packed)
+        if keep_error:
+            values.sub_(work.mul_(scales).view(-1)[: values.numel()])
         return finite(scales * self._most)
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:  # noqa: D102

@@ -146,6 +146,17 @@ def test_a_chunk_alone_decodes_to_its_values(wire: Codec) -> None:
     assert torch.equal(torch.cat(parts), whole)
 
 
+@every
+def test_memory_that_is_used_again_leaves_no_trace(wire: Codec) -> None:
+    fresh = encode(tensors(1), wire)
+    used = encode(tensors(0), wire).data
+    again = codec.encode(tensors(1), wire, chunk_bytes=512, layout="layout", metadata={"rank": "1"}, into=used)
+    assert again.data is used
+    assert (again.data, again.info) == (fresh.data, fresh.info)
+    other = codec.encode([torch.ones(5000)], wire, chunk_bytes=512, layout="layout", metadata={}, into=used)
+    assert other.data is not used
+
+
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_a_residual_is_what_was_not_sent(name: str) -> None:
     wire = CODECS[name]
