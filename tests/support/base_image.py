@@ -1,6 +1,7 @@
 """A stand-in for the Deep Learning image that ours is built on: Debian, this environment's Python, and its torch.
 
-The real base is 10 GB behind a registry; what the build relies on is the same: a `python` with torch and pip on PATH.
+The real base is far larger and behind a registry; what the build relies on is the same: a `python` with torch and pip
+on PATH.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SUITE = "bookworm"
+"""Debian 12. The interpreter is this machine's, so its C library must be no newer than that."""
 PREFIX = Path("opt/python")
 # The shared libraries that the standard library's and torch's extension modules link to.
 PACKAGES = ("ca-certificates", "libbz2-1.0", "libffi8", "libgomp1", "liblzma5", "libsqlite3-0", "libssl3", "zlib1g")
