@@ -9,13 +9,13 @@ import tarfile
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from boto3.exceptions import Boto3Error
 from botocore.exceptions import BotoCoreError, ClientError
 
 from tests.support.sagemaker.container import Container, lay_out
 from tests.support.sagemaker.logs import LogWriter
+from tests.support.sagemaker.resources import pull_image, split
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -100,7 +100,7 @@ class JobRunner:
         job = self._job
         lay_out(job.folder, self._request, job.instance_type)
         job.enter("InProgress", "Downloading", "Downloading the training image")
-        self._service.pull_image(self._request)
+        pull_image(self._service, self._request)
         for channel in self._request.get("InputDataConfig", ()):
             source = channel["DataSource"]["S3DataSource"]["S3Uri"]
             found = self._download(source, job.folder / "ml" / "input" / "data" / channel["ChannelName"])
@@ -224,9 +224,3 @@ class JobRunner:
     def _fail(self, reason: str) -> None:
         self._job.failure = reason
         self._job.enter("Failed", "Failed", "Training job failed")
-
-
-def split(uri: str) -> tuple[str, str]:
-    """Bucket and key of an S3 URI."""
-    parts = urlsplit(uri)
-    return parts.netloc, parts.path.lstrip("/")

@@ -17,20 +17,19 @@ import boto3
 from botocore.config import Config
 from botocore.exceptions import ClientError
 
-from tests.support.sagemaker import rules, shapes
+from tests.support.sagemaker import resources, rules, shapes
 from tests.support.sagemaker.errors import ApiError, not_found
 from tests.support.sagemaker.faults import Faults
 from tests.support.sagemaker.jobs import TERMINAL, Job
 from tests.support.sagemaker.logs import GROUP
-from tests.support.sagemaker.role import Roles, role_name
-from tests.support.sagemaker.runner import JobRunner, split
+from tests.support.sagemaker.role import Roles
+from tests.support.sagemaker.runner import JobRunner
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from tests.support.sagemaker.callers import Callers
 
-_ECR = re.compile(r"(?P<account>\d{12})\.dkr\.ecr\.(?P<region>[a-z0-9-]+)\.amazonaws\.com/(?P<name>[^:@]+)(?P<tag>.*)")
 SESSION_SECONDS = 30.0
 """How long a role's permissions are used as they were: IAM, too, takes its time."""
 _ROOT = Path(__file__).resolve().parents[3]
@@ -132,7 +131,9 @@ class Service:
         with self._lock:
             if name in self._jobs:
                 raise ApiError("ResourceInUse", f"Training job names must be unique within an AWS account: {name}")
-        self._check_resources(request, arn)
+        if self._roles is not None:
+            self._roles.check_trust(request["RoleArn"], arn)
+            resources.check(self, request)
         tags = {tag["Key"]: tag["Value"] for tag in request.get("Tags", ())}
         with self._lock:
             if name in self._jobs:
@@ -323,22 +324,6 @@ class Service:
             "AWS_EC2_METADATA_DISABLED": "true",
         }
 
-    def pull_image(self, request: Mapping[str, Any]) -> None:
-        """Do as the execution role what a pull does at ECR; raises ClientError."""
-        found = _ECR.fullmatch(request["AlgorithmSpecification"].get("TrainingImage", ""))
-        if found is None:
-            return
-        ecr = self.as_role(request["RoleArn"], "ecr")
-        ecr.get_authorization_token()
-        tag = found["tag"]
-        image = {"imageDigest": tag[1:]} if tag.startswith("@") else {"imageTag": tag[1:] or "latest"}
-        answer = ecr.batch_get_image(registryId=found["account"], repositoryName=found["name"], imageIds=[image])
-        if not answer["images"]:
-            raise ClientError({"Error": {"Code": "ImageNotFound", "Message": found.string}}, "BatchGetImage")
-        layers = re.findall(r'"digest"\s*:\s*"(sha256:[0-9a-f]{64})"', answer["images"][0]["imageManifest"])
-        for layer in layers[-1:]:
-            ecr.get_download_url_for_layer(registryId=found["account"], repositoryName=found["name"], layerDigest=layer)
-
     def take_warm_pool(self, job: Job) -> bool:
         """Whether a kept instance takes the job."""
         with self._lock:
@@ -417,29 +402,6 @@ class Service:
                     " increase for this quota. If AWS Service Quotas is not available, contact AWS support to request"
                     " an increase for this quota.",
                 )
-
-    def _check_resources(self, request: dict[str, Any], arn: str) -> None:
-        """What the service looks at before it accepts a job: trust, output bucket, image."""
-        if self._roles is None:
-            return
-        role = request["RoleArn"]
-        self._roles.check_trust(role, arn)
-        bucket, prefix = split(request["OutputDataConfig"]["S3OutputPath"])
-        try:
-            self.as_role(role, "s3").list_objects_v2(Bucket=bucket, Prefix=f"{prefix.rstrip('/')}/", MaxKeys=1)
-        except ClientError as problem:
-            what = "Access denied to" if problem.response["Error"]["Code"] == "AccessDenied" else "No such"
-            raise ApiError("ValidationException", f"{what} OutputDataConfig S3 bucket: {bucket}") from None
-        try:
-            self.pull_image(request)
-        except ClientError as problem:
-            image = request["AlgorithmSpecification"]["TrainingImage"]
-            denied = problem.response["Error"]["Code"] in ("AccessDenied", "AccessDeniedException")
-            what = "Access denied for" if denied else "Cannot find"
-            raise ApiError(
-                "ValidationException",
-                f"{what} repository: {image}. Please check if your role {role_name(role)} is right.",
-            ) from None
 
     def _authorise(self, operation: str, request: dict[str, Any], access_key: str) -> None:
         if self.callers is None:
