@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.common import print_result, say
-from benchmarks.slow_proxy import SlowProxy
+from benchmarks.link import Lane, Link
 from diloco.embedded import EmbeddedS3
 from diloco.executors.local import LocalProcessExecutor
 from diloco.run import make_diloco_run
@@ -38,7 +38,7 @@ def main() -> int:
     with (
         tempfile.TemporaryDirectory(prefix="diloco-overlap-") as folder,
         EmbeddedS3(Path(folder, "s3")) as s3,
-        SlowProxy(s3.endpoint_url, options.latency_ms / 1000) as proxy,
+        Link(s3.endpoint_url, Lane(latency_ms=options.latency_ms), Lane(latency_ms=options.latency_ms)) as proxy,
     ):
         bench = _Bench(s3, proxy, Path(folder, "logs"), every)
         round_seconds = _waiting(bench.run("calibrate", rounds=5, delay=0, step_seconds=0.03)) / 5
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 class _Bench:
-    def __init__(self, s3: EmbeddedS3, proxy: SlowProxy, logs: Path, sync_every: int) -> None:
+    def __init__(self, s3: EmbeddedS3, proxy: Link, logs: Path, sync_every: int) -> None:
         self._parent = f"{s3.uri}/overlap"
         self._options: dict[str, Any] = {**s3.storage_options, "endpoint_url": proxy.endpoint_url}
         self._env = s3.env | {"AWS_ENDPOINT_URL": proxy.endpoint_url, "AWS_ENDPOINT_URL_S3": proxy.endpoint_url}
