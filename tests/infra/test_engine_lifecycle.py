@@ -41,9 +41,9 @@ def test_what_is_up_needs_nothing_more_and_down_leaves_nothing(
 
     first = stack.up().check()
     made = stack.resources()
-    stack.preview("--expect-no-changes").check()
+    stack.preview("--refresh", "--expect-no-changes").check()
     gate.forget()
-    second = stack.up("--refresh", "--expect-no-changes").check()
+    second = stack.up("--expect-no-changes").check()
 
     figures = f"{len(made)} resources: up {first.seconds:.1f} s, again {second.seconds:.1f} s"
     print(f"{configuration}, {figures}")  # noqa: T201 - shown by `pytest -rP`
