@@ -176,6 +176,9 @@ def _of_instances(settings: JobSettings) -> Iterator[str]:
     types = settings.instance_types
     if len(set(types)) < len(types):
         yield f"--instance-types {','.join(types)} names one twice: name each once"
+    if not settings.uses_preferences:  # those that a later submission may use are in no request yet
+        for name in types[1:]:
+            yield from _in_shape("TrainingInstanceType", name, "ResourceConfig.InstanceType")
     with_volume = [name for name in types if not instances.has_local_disk(name)]
     if with_volume and settings.volume_gb < 1:
         yield f"--volume-gb {settings.volume_gb}: {with_volume[0]} has no disk of its own; give at least 1"

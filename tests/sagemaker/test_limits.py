@@ -111,6 +111,11 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         r"'ml.g5.2xlrage': is none .*did you mean ml.g5.2xlarge\?",
     ),
+    "spelling of the second": (
+        {"instance_types": ("ml.g5.xlarge", "ml.g6.xlrage"), "spot": True},
+        {},
+        r"did you mean ml.g6.xlarge\?",
+    ),
     "several GPUs": (
         {"instance_types": ("ml.g5.12xlarge",)},
         {},
