@@ -382,6 +382,20 @@ def key_policy(place: Place) -> Document:
 # Replicas that run elsewhere.
 
 
+def service_trust(service: str, *, tag_session: bool = False) -> Document:
+    """Trust in one of AWS's services; `tag_session` for those that tag what they become (EKS Auto Mode)."""
+    return _document(
+        [
+            {
+                "Sid": "Service",
+                "Effect": "Allow",
+                "Principal": {"Service": service},
+                "Action": ["sts:AssumeRole", *(["sts:TagSession"] if tag_session else [])],
+            }
+        ]
+    )
+
+
 def pod_trust(place: Place, cluster: str, namespace: str, service_account: str) -> Document:
     """Who may become the pods' role: EKS Pod Identity, for one service account of one cluster.
 

@@ -16,11 +16,12 @@ from diloco.errors import ConfigurationError
 
 
 class Cloud(StrEnum):
-    """Where replicas run. The bucket is Amazon S3's, whichever it is."""
+    """Where replicas run. The bucket is Amazon S3's, whichever it is; `kubernetes` is any cluster's own access."""
 
     aws = "aws"
     gcp = "gcp"
     azure = "azure"
+    kubernetes = "kubernetes"
 
 
 @app.command()
@@ -48,11 +49,17 @@ def access(
     ] = None,
     audience: Annotated[str | None, typer.Option(help="gcp, azure: the audience that tokens are asked for.")] = None,
     tenant: Annotated[str | None, typer.Option(help="azure: the Entra ID tenant.")] = None,
+    namespace: Annotated[str, typer.Option(help="kubernetes: of the runs.")] = "diloco",
     document: Annotated[
         str | None, typer.Option(help="Only this document, bare, for `aws iam --policy-document`.")
     ] = None,
 ) -> int:
-    """Print least-privilege policy documents, one JSON object by name."""
+    """Print least-privilege policy documents, one JSON object by name; kubernetes: a List for `kubectl apply -f -`."""
+    if cloud is Cloud.kubernetes:
+        from diloco.cluster_access import cluster_documents
+
+        sys.stdout.write(json.dumps(cluster_documents(namespace), indent=1) + "\n")
+        return 0
     from diloco.grants import Grants, federated_documents, grants_of
 
     if stack is None and outputs is None:

@@ -53,4 +53,4 @@ def make_run(cluster: Cluster, namespace: str, embedded_s3: EmbeddedS3) -> Itera
     """Runs of this test, in its namespace."""
     credentials(cluster, namespace, embedded_s3)
     with environment(embedded_s3.env):
-        yield lambda **changes: Run(cluster, namespace, embedded_s3, f"r{secrets.token_hex(4)}", **changes)
+        yield lambda **changes: Run(cluster, namespace, embedded_s3.endpoint_url, f"r{secrets.token_hex(4)}", **changes)

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from typing import TYPE_CHECKING, Any
 
+from diloco.embedded import BUCKET
 from diloco.exchange.store import open_store
 from diloco.executors.kubernetes import KubernetesExecutor
 from diloco.executors.kubernetes_clients import Clients
@@ -28,24 +29,24 @@ PACE = Pace(processes=0.2, status=0.3)
 class Run:
     """One run: its settings, its executor, and a launcher in a thread once it is started."""
 
-    def __init__(self, cluster: Cluster, namespace: str, s3: EmbeddedS3, run_id: str, **changes: Any) -> None:
+    def __init__(self, cluster: Cluster, namespace: str, endpoint_url: str, run_id: str, **changes: Any) -> None:
         pod = {name: changes.pop(name) for name in list(changes) if name in PodSettings.__dataclass_fields__}
         values: dict[str, Any] = {
             "replicas": 2,
             "steps": 12,
             "sync_every": 4,
             "run_id": run_id,
-            "rendezvous": s3.uri,
+            "rendezvous": f"s3://{BUCKET}",
             "trainer_kwargs": {"model": "tiny", "data": "stdlib", "batch_size": 2},
             "max_restarts": 0,  # the cluster's own count
         }
-        self.cluster, self.namespace, self.s3 = cluster, namespace, s3
+        self.cluster, self.namespace = cluster, namespace
         self.settings = RunSettings.checked(**(values | changes))
         defaults: dict[str, Any] = {
             "cpu": "100m",
             "memory": "256Mi",
             "credentials_secret": SECRET,
-            "endpoint_url": s3.endpoint_url,
+            "endpoint_url": endpoint_url,
             "region": "us-east-1",
         }
         self.pods = PodSettings(run_id, namespace, pod.pop("image_uri", IMAGE), **(defaults | pod))

@@ -11,7 +11,6 @@ from diloco.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from tests.kubernetes.conftest import MakeRun
-    from tests.kubernetes.runs import Run
     from tests.support.cluster import Cluster
 
 PACED: dict[str, Any] = {
@@ -23,11 +22,6 @@ PACED: dict[str, Any] = {
 SKIP = {"policy": "skip", "min_replicas": 1, "dead_after": 5.0, "grace": 1.0, "join_timeout": 60.0}
 
 
-def attempts(run: Run) -> dict[int, int]:
-    """The newest attempt of each rank."""
-    return {rank: beat.attempt for rank, beat in run.beats().items()}
-
-
 def test_four_replicas_train_to_the_end_with_equal_digests(make_run: MakeRun) -> None:
     run = make_run(replicas=4).start()
     report = run.end()
@@ -36,14 +30,12 @@ def test_four_replicas_train_to_the_end_with_equal_digests(make_run: MakeRun) ->
     assert report.digests_equal
     # The Job stays, with its logs, and a launcher that comes again has nothing to do.
     assert [handle.status for handle in run.executor.existing()] == ["succeeded"] * 4
-    lines = [list(run.executor.stream_logs(handle)) for handle in run.executor.existing()]
-    assert all("final" in "\n".join(each) or each for each in lines)
 
 
 def test_a_killed_pod_restarts_and_catches_up_and_an_evicted_one_is_not_counted(
     make_run: MakeRun, cluster: Cluster, namespace: str
 ) -> None:
-    run = make_run(steps=400, trainer_kwargs={"step_seconds": 0.1}, retries=1, **PACED).start()
+    run = make_run(steps=120, trainer_kwargs={"step_seconds": 0.1}, retries=1, **PACED).start()
     run.reaches(2, 0, 1)
     cluster.kubelet.kill(namespace, run.pod(1).metadata.name)
     run.reaches(4, 0, 1, attempt=1)
@@ -110,6 +102,7 @@ def test_a_second_launcher_adopts_the_job_and_another_runs_job_is_left_alone(mak
     run = make_run(steps=4000, trainer_kwargs={"step_seconds": 0.1}, **PACED)
     specs = run.settings.replica_specs()
     run.executor.launch_replicas(specs)
+    run.reaches(0, 0, 1)  # a process that has not set up its signals yet would have to be killed
     uid = run.executor.job()["metadata"]["uid"]  # type: ignore[index]
     run.executor.launch_replicas(specs)
     assert run.executor.job()["metadata"]["uid"] == uid  # type: ignore[index]

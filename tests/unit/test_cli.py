@@ -63,8 +63,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["train"], "No such command"),
         (
             [word for word in RUN if word != "--local"],
-            "say where the replicas run: --local for this machine, --stack NAME or --outputs FILE for SageMaker, or"
-            " --backend kubernetes",
+            "--stack NAME or --outputs FILE for SageMaker, or --backend kubernetes",
         ),
         ([*RUN, "--sync-every", "25"], "use --sync-every 20 or less"),
         ([*RUN, "--fragments", "3"], "--sync-every 5 is not a multiple of --fragments 3: use --sync-every 3 or 6"),

@@ -95,6 +95,7 @@ PARTS = {
     "diloco.executors": "executors",
     "diloco.embedded": "executors",
     "diloco.access": "documents",
+    "diloco.cluster_access": "documents",
     "diloco.cost": "documents",
     "diloco.metrics": "ground",
     "diloco.spec_record": "records",

@@ -7,6 +7,7 @@ which stand for the image's content (a user that is not root can't reach them wh
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -136,7 +137,8 @@ class PodContainer(NamespacedProcess):
         ]
         arguments = [str(scratch), image.folder, "ro" if read_only else "rw"]
         for mount in mounts:
-            arguments += [mount.kind, mount.source, mount.target]
+            # /var/run is a link to /run, and would lead out of the root that is being laid out.
+            arguments += [mount.kind, mount.source, os.path.realpath(mount.target)]
         for source, target in content:
             arguments += ["image", source, target]
         super().__init__(_SET_UP, [*arguments, "--", *user.options, "--", *command], env, lines)

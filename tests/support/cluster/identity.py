@@ -41,13 +41,16 @@ class Injected:
 
 
 class PodIdentityAgent:
-    """Use it as a context manager. Credentials live for `seconds`; `served` counts how often they were given out."""
+    """Use it as a context manager. Credentials live for `seconds`; `served` counts how often they were given out,
+    `first` are those that were given out first.
+    """
 
     def __init__(self, emulator: Emulator, cluster: str, *, seconds: int = 3600) -> None:
         self.core: Any = None
         self.authentication: Any = None
         self.seconds = seconds
         self.served = 0
+        self.first: dict[str, Any] | None = None
         self._emulator = emulator
         self._cluster = cluster
         self._roles = Roles(emulator.client, ACCOUNT, emulator.region, SERVICE)
@@ -109,13 +112,15 @@ class PodIdentityAgent:
         found = self._roles.credentials(role, self.seconds)
         self.served += 1
         expires: Any = found["Expiration"]
-        return {
+        given = {
             "AccessKeyId": found["AccessKeyId"],
             "SecretAccessKey": found["SecretAccessKey"],
             "Token": found["SessionToken"],
             "AccountId": ACCOUNT,
             "Expiration": expires.strftime("%Y-%m-%dT%H:%M:%SZ"),
         }
+        self.first = self.first or given
+        return given
 
     def _association(self, namespace: str, account: str) -> str | None:
         """The role that a ServiceAccount is associated with."""
