@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from diloco.cost import Prices, dollars
-from diloco.errors import DilocoError
+from diloco.errors import ConfigurationError, DilocoError
 from diloco.executors import sagemaker_errors as errors
 from diloco.executors import sagemaker_jobs as jobs
 from diloco.executors import sagemaker_limits as limits
@@ -64,8 +64,17 @@ class SageMakerExecutor:
         self._cancelled: set[str] = set()
 
     def check(self, specs: Sequence[ReplicaSpec]) -> None:
-        """Raise one ConfigurationError that lists all that SageMaker would refuse. Asks nobody."""
+        """Raise one ConfigurationError that lists all that SageMaker would refuse, or one for a cost that can't be
+        watched. Asks nobody.
+        """
         limits.check(self.settings, specs)
+        unknown = [kind for kind in self.settings.instance_types if self.prices.per_hour(kind) is None]
+        if self._max_cost is not None and unknown:
+            raise ConfigurationError(
+                f"--max-cost {self._max_cost:g}: the price of {', '.join(unknown)} is not in the table of "
+                f"{self.prices.date}, so what the run costs would not be seen: give --prices FILE with it, or leave "
+                "--max-cost out"
+            )
 
     def launch_replicas(self, specs: Sequence[ReplicaSpec]) -> list[ReplicaHandle]:
         """Submit a job for each rank, or adopt the one that this run already has; all, or none.

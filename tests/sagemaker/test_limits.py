@@ -196,3 +196,9 @@ def test_a_trainer_that_uses_all_gpus_may_have_several() -> None:
     settings = replace(GOOD, instance_types=("ml.g5.12xlarge",), uses_all_gpus=True)
 
     assert list(limits.problems_of(settings, [spec()])) == []
+
+
+def test_a_cost_can_only_be_watched_where_the_price_is_known() -> None:
+    settings = replace(GOOD, instance_types=("ml.m5.xlarge", "ml.r5d.xlarge"))
+    with pytest.raises(ConfigurationError, match=r"--max-cost 3: the price of ml\.r5d\.xlarge is not in the table"):
+        SageMakerExecutor(settings, max_cost=3.0).check([spec(0)])
