@@ -21,7 +21,7 @@ import torch
 
 from diloco.errors import ConfigurationError, DilocoError
 from diloco.training.config import DOCUMENT_END, check_amount, unknown_dataset
-from diloco.training.sources import text_files
+from diloco.training.sources import local_copy, text_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -101,6 +101,7 @@ def load_tokens(config: TrainConfig, tokenizer: PreTrainedTokenizerBase | None) 
     Documents end with :data:`DOCUMENT_END`, or with the tokenizer's end-of-sequence token if it has one. Raises
     :class:`ConfigurationError` for data that isn't there, and :class:`DilocoError` if the Hub could not be reached.
     """
+    config = config.model_copy(update={"data": local_copy(config.data)})
     files = text_files(config.data)
     if tokenizer is None and files is not None and len(files) == 1:
         return np.memmap(files[0], dtype=np.uint8, mode="r")

@@ -6,6 +6,7 @@ import errno
 import glob
 import os
 import sysconfig
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,6 +76,31 @@ def text_files(data: str) -> list[Path] | None:
             f"data {data!r}: {where}: {problem.strerror}; check the path and its permissions"
         ) from None
     raise ConfigurationError(f"data {data!r}: no text there; give --data a path with text files that are not empty")
+
+
+def local_copy(data: str) -> str:
+    """Where `data` can be read as files: `s3://bucket/prefix` is fetched into a temporary folder, all else is there.
+
+    Raises :class:`ConfigurationError` if nothing is there or it can't be read.
+    """
+    if not data.startswith("s3://"):
+        return data
+    import fsspec
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    folder = Path(tempfile.mkdtemp(prefix="diloco-data-"))
+    try:
+        files, path = fsspec.core.url_to_fs(data)
+        found = [name for name in files.find(path) if not name.endswith("/")]
+        targets = [folder / (name.removeprefix(path).strip("/") or Path(name).name) for name in found]
+        for target in targets:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        files.get(found, [str(target) for target in targets])
+    except (OSError, BotoCoreError, ClientError) as problem:
+        raise ConfigurationError(f"data {data!r} can't be read: {problem}; may the replicas' role read it?") from None
+    if not found:
+        raise ConfigurationError(f"data {data!r}: nothing is there; give --data a prefix that holds objects")
+    return str(folder if len(targets) > 1 else targets[0])
 
 
 def _find_files(data: str) -> list[Path] | None:

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import numpy as np
 import pytest
 import torch
 
+from diloco.embedded import BUCKET, environment
 from diloco.errors import ConfigurationError
 from diloco.training import data as training_data
 from diloco.training.config import DOCUMENT_END, TrainConfig
@@ -15,6 +16,8 @@ from diloco.training.models import byte_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from diloco.embedded import EmbeddedS3
 
 CONFIG = TrainConfig(batch_size=3, sequence_length=9, eval_batches=2)
 WORLD = 4
@@ -151,3 +154,24 @@ def test_broken_dataset_is_refused(tmp_path: Path) -> None:
     (tmp_path / "dataset_dict.json").write_text("{")
     with pytest.raises(ConfigurationError, match="nor a data set this machine can load"):
         load_tokens(TrainConfig(data=str(tmp_path)), None)
+
+
+def test_data_in_a_bucket_is_the_same_as_in_a_folder(tmp_path: Path, embedded_s3: EmbeddedS3) -> None:
+    import boto3
+
+    texts = {"a.txt": "first", "deeper/b.txt": "second"}
+    with environment(embedded_s3.env):
+        s3: Any = boto3.client("s3", endpoint_url=embedded_s3.endpoint_url)
+        for name, text in texts.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(text)
+            s3.put_object(Bucket=BUCKET, Key=f"texts-of-a-test/{name}", Body=text.encode())
+        there = load_tokens(TrainConfig(data=f"s3://{BUCKET}/texts-of-a-test"), None)
+        one = load_tokens(TrainConfig(data=f"s3://{BUCKET}/texts-of-a-test/a.txt"), None)
+        with pytest.raises(ConfigurationError, match="nothing is there"):
+            load_tokens(TrainConfig(data=f"s3://{BUCKET}/no-such-prefix"), None)
+        with pytest.raises(ConfigurationError, match=r"can't be read|nothing is there"):
+            load_tokens(TrainConfig(data="s3://no-such-bucket-of-a-test/x"), None)
+    here = load_tokens(TrainConfig(data=str(tmp_path)), None)
+    assert there.tobytes() == here.tobytes()
+    assert one.tobytes() == b"first"
