@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any, Self
+
+import boto3
+from botocore.config import Config
 
 from tests.support.cluster import pod as pods
 from tests.support.cluster.container import Mount
@@ -42,7 +46,7 @@ class Injected:
 
 class PodIdentityAgent:
     """Use it as a context manager. Credentials live for `seconds`; `served` counts how often they were given out,
-    `first` are those that were given out first.
+    `issued` how many there were, and `first` are the first of them.
     """
 
     def __init__(self, emulator: Emulator, cluster: str, *, seconds: int = 3600) -> None:
@@ -50,10 +54,15 @@ class PodIdentityAgent:
         self.authentication: Any = None
         self.seconds = seconds
         self.served = 0
+        self.issued = 0
         self.first: dict[str, Any] | None = None
         self._emulator = emulator
         self._cluster = cluster
-        self._roles = Roles(emulator.client, ACCOUNT, emulator.region, SERVICE)
+        self._clients: dict[str, Any] = {}
+        self._roles = Roles(self._client, ACCOUNT, emulator.region, SERVICE)
+        self._lock = threading.RLock()
+        self._holders: dict[str, tuple[str, str]] = {}
+        self._kept: dict[tuple[str, str], tuple[dict[str, Any], float]] = {}
         handler = type("Handler", (_Handler,), {"agent": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
@@ -91,14 +100,37 @@ class PodIdentityAgent:
         return Injected(env | region, [Mount("ro", str(folder), _WEB_FOLDER)])
 
     def credentials(self, token: str) -> dict[str, Any] | None:
-        """Credentials for the holder of a pod's token, or None for anybody else."""
+        """Credentials for the holder of a pod's token, or None for anybody else.
+
+        Like the real agent it keeps them while they are fresh: clients wait for 2 s only.
+        """
+        with self._lock:
+            holder = self._holders.get(token) or self._review(token)
+            role = None if holder is None else self._association(*holder)
+            if holder is None or role is None:
+                return None
+            self._holders[token] = holder
+            kept, until = self._kept.get(holder, ({}, 0.0))
+            if time.monotonic() >= until:
+                found = self._assume(role, *holder)
+                if found is None:
+                    return None
+                kept, until = found, time.monotonic() + self.seconds / 4
+                self._kept[holder] = kept, until
+                self.issued += 1
+                self.first = self.first or kept
+            self.served += 1
+            return kept
+
+    def _review(self, token: str) -> tuple[str, str] | None:
+        """Namespace and ServiceAccount of a pod's token, if it is one and for this agent."""
         review = self.authentication.create_token_review({"spec": {"token": token, "audiences": [AUDIENCE]}})
         if not review.status.authenticated or AUDIENCE not in (review.status.audiences or ()):
             return None
         _, _, namespace, account = review.status.user.username.split(":")
-        role = self._association(namespace, account)
-        if role is None:
-            return None
+        return namespace, account
+
+    def _assume(self, role: str, namespace: str, account: str) -> dict[str, Any] | None:
         source = f"arn:aws:eks:{self._emulator.region}:{ACCOUNT}:cluster/{self._cluster}"
         tags = {
             "aws:RequestTag/kubernetes-namespace": namespace,
@@ -110,21 +142,18 @@ class PodIdentityAgent:
         except ApiError:
             return None
         found = self._roles.credentials(role, self.seconds)
-        self.served += 1
         expires: Any = found["Expiration"]
-        given = {
+        return {
             "AccessKeyId": found["AccessKeyId"],
             "SecretAccessKey": found["SecretAccessKey"],
             "Token": found["SessionToken"],
             "AccountId": ACCOUNT,
             "Expiration": expires.strftime("%Y-%m-%dT%H:%M:%SZ"),
         }
-        self.first = self.first or given
-        return given
 
     def _association(self, namespace: str, account: str) -> str | None:
         """The role that a ServiceAccount is associated with."""
-        eks = self._emulator.client("eks")
+        eks = self._client("eks")
         try:
             found = eks.list_pod_identity_associations(
                 clusterName=self._cluster, namespace=namespace, serviceAccount=account
@@ -137,6 +166,19 @@ class PodIdentityAgent:
             clusterName=self._cluster, associationId=found[0]["associationId"]
         )
         return str(described["association"]["roleArn"])
+
+    def _client(self, service: str) -> Any:
+        with self._lock:
+            if service not in self._clients:
+                session: Any = boto3.session.Session(
+                    self._emulator.access_key, self._emulator.secret_key, region_name=self._emulator.region
+                )
+                # MiniStack lets sessions live for as short as one likes; botocore would not ask for less than 900 s.
+                config = Config(proxies={}, parameter_validation=False)
+                self._clients[service] = session.client(
+                    service, endpoint_url=self._emulator.endpoint_url, config=config
+                )
+            return self._clients[service]
 
     def _write(self, path: Path, pod: Any, audience: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
