@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-PIECE_BYTES = 2**14
+PIECE_BYTES = 2**15
 BACKLOG_SECONDS = 0.05
 """So far ahead of the wire is read, as a network card's queue does: else the wire would idle whenever this process is
 late.

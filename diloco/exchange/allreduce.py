@@ -109,20 +109,7 @@ class ObjectStoreAllReduce:
         if self._announced == round_:
             return None
         if self._own is None or self._own[0] != round_:
-            encoded = codec.encode(
-                tensors,
-                self._codec,
-                chunk_bytes=self.context.run.chunk_bytes,
-                layout=fragment.layout,
-                metadata={
-                    "round": str(round_),
-                    "rank": str(member.rank),
-                    "attempt": str(member.attempt),
-                    "nonce": new_nonce(),
-                },
-                residual=self.feedback.residual(fragment.index, fragment.numel) if self._codec.feedback else None,
-                into=self._memory,
-            )
+            encoded = await self.context.store.meanwhile(lambda: self._encode(round_, fragment, tensors))
             self._memory = encoded.data
             if not encoded.finite:
                 await self.abstain(round_, fragment, rounds.NOT_FINITE)
@@ -136,6 +123,23 @@ class ObjectStoreAllReduce:
             self._own = (round_, encoded)
         await self._create_header(round_, fragment, kind="contribution", weight=weight, payload=self._own[1].info)
         return None
+
+    def _encode(self, round_: int, fragment: Fragment, tensors: Sequence[torch.Tensor]) -> codec.Encoded:
+        member = self.context.member
+        return codec.encode(
+            tensors,
+            self._codec,
+            chunk_bytes=self.context.run.chunk_bytes,
+            layout=fragment.layout,
+            metadata={
+                "round": str(round_),
+                "rank": str(member.rank),
+                "attempt": str(member.attempt),
+                "nonce": new_nonce(),
+            },
+            residual=self.feedback.residual(fragment.index, fragment.numel) if self._codec.feedback else None,
+            into=self._memory,
+        )
 
     async def abstain(self, round_: int, fragment: Fragment, reason: str) -> None:
         """Write a header of weight 0: this replica is there and holds these bits, but has nothing to add."""

@@ -1,5 +1,5 @@
-"""The mean of a round's contributions, streamed: at any time one block of one contribution is in memory beside the
-result.
+"""The mean of a round's contributions, streamed: at any time a few blocks are in memory beside the result, one that is
+added and those that the store fetches meanwhile, across contributions.
 
 The mean is Σ fp32(w_k / W) · payload_k, added in rank order, one multiplication and one addition a value. Each chunk
 is checked against the digest in its header before it is added.
@@ -7,13 +7,14 @@ is checked against the digest in its header before it is added.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from diloco.errors import CorruptObjectError, ObjectMissingError
 from diloco.exchange import codec, formats, layout
-from diloco.exchange.store import BLOCK_BYTES
+from diloco.exchange.store import BLOCK_BYTES, Range
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -76,19 +77,36 @@ async def gather_mean(
     Needs at least one participant. `own` is this replica's payload object, which is not fetched. Raises
     BadPayloadError that names the member, and leaves `out` undefined.
     """
-    for index, (participant, share) in enumerate(
-        zip(participants, shares([p.weight for p in participants]), strict=True)
-    ):
+    plans = [_Plan(round_, participant) for participant in participants]
+    fetched = store.fetch([one for plan in plans if own is None or own[0] != plan.member for one in plan.ranges])
+    try:
+        for index, (plan, share) in enumerate(zip(plans, shares([p.weight for p in participants]), strict=True)):
+            add = _Adder(plan.participant, share, out, first=index == 0)
+            if own is not None and own[0] == plan.member:
+                blocks = _own_blocks(own[1], plan)
+            else:
+                blocks = _checked_blocks(store, plan, fetched)
+            async for block in blocks:
+                await store.meanwhile(partial(add, block))
+    except Exception:
+        await fetched.aclose()
+        raise
+
+
+class _Plan:
+    """In which ranges one payload is fetched: whole chunks, as many as go into a block. The framing comes with the
+    first, which saves a request.
+    """
+
+    def __init__(self, round_: int, participant: Participant) -> None:
         info = participant.payload
-        # As many whole chunks as go into a block, at least one.
-        block_bytes = max(BLOCK_BYTES // info.chunk_bytes, 1) * info.chunk_bytes
-        if own is not None and own[0] == participant.member:
-            blocks = _own_blocks(own[1], info, block_bytes)
-        else:
-            blocks = _checked_blocks(store, layout.payload(round_, participant.member), participant, block_bytes)
-        add = _Adder(participant, share, out, first=index == 0)
-        async for block in blocks:
-            add(block)
+        self.participant, self.member = participant, participant.member
+        self.key = layout.payload(round_, self.member)
+        block = max(BLOCK_BYTES // info.chunk_bytes, 1) * info.chunk_bytes
+        starts = range(info.data_offset, info.size, block)
+        self.ranges = [Range(self.key, at, min(at + block, info.size)) for at in starts]
+        if self.ranges:
+            self.ranges[0] = Range(self.key, 0, self.ranges[0].end)
 
 
 class _Adder:
@@ -115,46 +133,42 @@ class _Adder:
             self._start += values.numel()
 
 
-async def _own_blocks(data: bytearray, info: Payload, block_bytes: int) -> AsyncIterator[memoryview]:
-    view = memoryview(data)
-    for offset in range(info.data_offset, info.size, block_bytes):
-        yield view[offset : offset + block_bytes]
+async def _own_blocks(data: bytearray, plan: _Plan) -> AsyncIterator[memoryview]:
+    view, body = memoryview(data), plan.participant.payload.data_offset
+    for one in plan.ranges:
+        yield view[max(one.start, body) : one.end]
 
 
-async def _checked_blocks(
-    store: Store, key: str, participant: Participant, block_bytes: int
-) -> AsyncIterator[memoryview]:
-    info = participant.payload
-    body = info.data_offset
+async def _checked_blocks(store: Store, plan: _Plan, fetched: AsyncIterator[bytes]) -> AsyncIterator[memoryview]:
+    body = plan.participant.payload.data_offset
     try:
-        # The framing comes with the first block: one request less for each payload.
-        first = memoryview(await store.read(key, 0, min(body + block_bytes, info.size)))
-        codec.check_frame(bytes(first[:body]), info, key)
-        yield await _checked(store, key, participant, 0, first[body:])
-        start = block_bytes
-        async for block in store.stream(key, body + block_bytes, info.size, block_bytes):
-            yield await _checked(store, key, participant, start, memoryview(block))
-            start += len(block)
+        for one in plan.ranges:
+            block = memoryview(await anext(fetched))
+            if one.start == 0:
+                codec.check_frame(bytes(block[:body]), plan.participant.payload, plan.key)
+                block = block[body:]
+            yield await _checked(store, plan, max(one.start - body, 0), block)
     except BadPayloadError:
         raise
     except ObjectMissingError as problem:
-        raise MissingPayloadError(participant.member, key) from problem
+        raise MissingPayloadError(plan.member, plan.key) from problem
     except CorruptObjectError as problem:
-        raise BadPayloadError(participant.member, str(problem)) from problem
+        raise BadPayloadError(plan.member, str(problem)) from problem
 
 
-async def _checked(store: Store, key: str, participant: Participant, start: int, block: memoryview) -> memoryview:
+async def _checked(store: Store, plan: _Plan, start: int, block: memoryview) -> memoryview:
     """The block of a payload's body that begins at `start`, with the chunks that the header promises.
 
     One that differs is read once more before it is judged: a bit can flip on the way.
     """
-    if _bad_chunk(participant.payload, start, block) is None:
+    info = plan.participant.payload
+    if await store.meanwhile(partial(_bad_chunk, info, start, block)) is None:
         return block
-    at = participant.payload.data_offset + start
-    again = memoryview(await store.read(key, at, at + len(block)))
-    bad = _bad_chunk(participant.payload, start, again)
+    at = info.data_offset + start
+    again = memoryview(await store.read(plan.key, at, at + len(block)))
+    bad = _bad_chunk(info, start, again)
     if bad is not None:
-        raise BadPayloadError(participant.member, f"chunk {bad} of its payload is not what its header says")
+        raise BadPayloadError(plan.member, f"chunk {bad} of its payload is not what its header says")
     return again
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
 
 from diloco.errors import (
@@ -18,12 +19,14 @@ from diloco.errors import (
     StoreError,
     StoreUnreachableError,
 )
-from diloco.exchange.store import Entry, Store
+from diloco.exchange.store import BLOCK_BYTES, Entry, Store
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
     from pathlib import Path
     from typing import BinaryIO, TypeVar
+
+    from diloco.exchange.store import Range, Read
 
     T = TypeVar("T")
 
@@ -33,6 +36,9 @@ once).
 """
 MOST_PARTS = 10_000
 CONCURRENT_PARTS = 4
+CONCURRENT_RANGES = 4
+AHEAD_BYTES = 2 * BLOCK_BYTES + 2**16
+"""Two blocks, one of them with its object's framing."""
 OPERATION_TIMEOUT = 30.0
 ABORT_TIMEOUT = 5.0
 SECONDS_PER_MIB = 1.0
@@ -143,21 +149,24 @@ class RemoteStore(Store):
         data: bytes = await self._do("read", key, call, (end or start) - start)
         return data
 
-    async def read_ahead(
-        self, read: Callable[[str, int, int], Awaitable[bytes]], key: str, start: int, end: int, block: int
-    ) -> AsyncIterator[bytes]:
-        """As the base says, with the next block requested while this one is used."""
-        ahead: asyncio.Future[bytes] | None = None
+    async def fetch_with(self, read: Read, ranges: Iterable[Range]) -> AsyncGenerator[bytes]:
+        """As the base says, with later ranges requested while one is used: the link does not idle between two."""
+        left = deque(ranges)
+        asked: deque[tuple[int, asyncio.Future[bytes]]] = deque()
         try:
-            for offset in range(start, end, block):
-                data = await (ahead or read(key, offset, min(offset + block, end)))
-                after = offset + block
-                ahead = asyncio.ensure_future(read(key, after, min(after + block, end))) if after < end else None
-                yield data
+            while left or asked:
+                while left and _fits(left[0].end - left[0].start, [size for size, _ in asked]):
+                    one = left.popleft()
+                    asked.append((one.end - one.start, asyncio.ensure_future(read(one.key, one.start, one.end))))
+                yield await asked.popleft()[1]
         finally:
-            if ahead is not None:
-                ahead.cancel()
-                await asyncio.gather(ahead, return_exceptions=True)
+            for _, future in asked:
+                future.cancel()
+            await asyncio.gather(*(future for _, future in asked), return_exceptions=True)
+
+    async def meanwhile(self, work: Callable[[], T]) -> T:
+        """In a thread: hashing and torch let go of the interpreter."""
+        return await asyncio.to_thread(work)
 
     async def _create(self, key: str, data: bytes | bytearray) -> bool:
         try:
@@ -236,6 +245,11 @@ class RemoteStore(Store):
         client, self._s3 = getattr(self._s3, "_s3", None), None
         if client is not None:
             await client.__aexit__(None, None, None)
+
+
+def _fits(size: int, asked: list[int]) -> bool:
+    """Whether one more range of this size may be asked for: two blocks' bytes at once, or whatever if there is none."""
+    return not asked or (len(asked) < CONCURRENT_RANGES and sum(asked) + size <= AHEAD_BYTES)
 
 
 class _Body(Protocol):

@@ -13,14 +13,14 @@ import random
 from typing import TYPE_CHECKING, TypeVar
 
 from diloco.errors import OutcomeUnknownError, StoreUnreachableError
-from diloco.exchange.store import BLOCK_BYTES, Store
+from diloco.exchange.store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
     from pathlib import Path
 
     from diloco.exchange.clock import Clock
-    from diloco.exchange.store import Entries
+    from diloco.exchange.store import Entries, Range
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +56,13 @@ class RetryingStore(Store):
     async def _read(self, key: str, start: int, end: int | None) -> bytes:
         return await self._again("read", key, lambda: self._inner._read(key, start, end))
 
-    def stream(self, key: str, start: int, end: int, block: int = BLOCK_BYTES) -> AsyncIterator[bytes]:
-        """As the inner store reads ahead, each block through this store."""
-        return self._inner.read_ahead(self.read, key, start, end, block)
+    def fetch(self, ranges: Iterable[Range]) -> AsyncGenerator[bytes]:
+        """As the inner store does, each range through this store."""
+        return self._inner.fetch_with(self.read, ranges)
+
+    async def meanwhile(self, work: Callable[[], T]) -> T:
+        """As the inner store does."""
+        return await self._inner.meanwhile(work)
 
     async def _create(self, key: str, data: bytes | bytearray) -> bool:
         return await self._again("create", key, lambda: self._inner._create(key, data))

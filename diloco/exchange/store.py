@@ -14,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 from diloco.errors import (
@@ -32,11 +33,13 @@ from diloco.exchange import layout
 from diloco.exchange.records import new_nonce
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+    from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
     from pathlib import Path
     from typing import Any
 
     from diloco.exchange.records import OnceRecord
+
+T = TypeVar("T")
 
 BLOCK_BYTES = 8 * 2**20
 """How much of a large object is in flight in one piece."""
@@ -60,6 +63,17 @@ class Entry:
 
 
 Entries = list[Entry]
+
+Read = Callable[[str, int, int], Awaitable[bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The bytes `[start, end)` of an object."""
+
+    key: str
+    start: int
+    end: int
 
 
 @dataclass
@@ -92,16 +106,24 @@ class Store(ABC):
             raise CorruptObjectError(f"{key}: asked for bytes {start}-{end}, got {len(data)} bytes")
         return data
 
-    def stream(self, key: str, start: int, end: int, block: int = BLOCK_BYTES) -> AsyncIterator[bytes]:
-        """The bytes in `[start, end)` in order, `block` at a time (the last may be shorter); at most two in memory."""
-        return self.read_ahead(self.read, key, start, end, block)
+    def stream(self, key: str, start: int, end: int, block: int = BLOCK_BYTES) -> AsyncGenerator[bytes]:
+        """The bytes in `[start, end)` in order, `block` at a time (the last may be shorter)."""
+        return self.fetch([Range(key, at, min(at + block, end)) for at in range(start, end, block)])
 
-    async def read_ahead(
-        self, read: Callable[[str, int, int], Awaitable[bytes]], key: str, start: int, end: int, block: int
-    ) -> AsyncIterator[bytes]:
-        """How this store streams, with `read(key, start, end)` for the blocks; one that can reads ahead."""
-        for offset in range(start, end, block):
-            yield await read(key, offset, min(offset + block, end))
+    def fetch(self, ranges: Iterable[Range]) -> AsyncGenerator[bytes]:
+        """The bytes of each range, in this order. A store that can asks for the next ones while one is used, of at most
+        two blocks together. Close the generator if you leave it early.
+        """
+        return self.fetch_with(self.read, ranges)
+
+    async def fetch_with(self, read: Read, ranges: Iterable[Range]) -> AsyncGenerator[bytes]:
+        """How this store fetches, with `read(key, start, end)` for each range."""
+        for one in ranges:
+            yield await read(one.key, one.start, one.end)
+
+    async def meanwhile(self, work: Callable[[], T]) -> T:
+        """Do what takes a processor's time; a store that can goes on transferring."""
+        return work()
 
     async def create(self, key: str, data: bytes | bytearray) -> bool:
         """Write the object if it is absent. True: written now; False: it was there. Raises OutcomeUnknownError if the

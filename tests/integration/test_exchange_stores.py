@@ -13,7 +13,7 @@ from diloco.errors import BucketMissingError, CorruptObjectError, ObjectMissingE
 from diloco.exchange import membership
 from diloco.exchange.layout import Member
 from diloco.exchange.records import Claim
-from diloco.exchange.store import Entry, check_store, create_once, open_store
+from diloco.exchange.store import BLOCK_BYTES, Entry, Range, check_store, create_once, open_store
 from tests.support.stores import opened
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def test_streaming_gives_every_block_in_order(store_uri: str) -> None:
         async with opened(store_uri) as store:
             pieces = store.stream("long", 0, 10_000, 100)
             async for piece in pieces:
-                await pieces.aclose()  # type: ignore[attr-defined]  # every store's is an asynchronous generator
+                await pieces.aclose()
                 return piece
         return b""
 
@@ -149,6 +149,59 @@ def test_streaming_gives_every_block_in_order(store_uri: str) -> None:
     assert asyncio.run(stream(0, 10_000, 20_000)) == [body]
     assert asyncio.run(stream(7, 7, 10)) == []
     assert asyncio.run(leave_early()) == body[:100]
+
+
+def test_ranges_of_several_objects_come_in_order(store_uri: str) -> None:
+    async def fetch() -> None:
+        async with opened(store_uri) as store:
+            for name in "abc":
+                await store.write(name, name.encode() * 100)
+            ranges = [Range(name, start, start + 20) for name in "cab" for start in range(0, 100, 20)]
+            found = [piece async for piece in store.fetch(ranges)]
+            assert found == [one.key.encode() * 20 for one in ranges]
+            broken = store.fetch([ranges[0], Range("absent", 0, 5), ranges[1]])
+            assert await anext(broken) == b"c" * 20
+            with pytest.raises(ObjectMissingError, match="absent"):
+                await anext(broken)
+
+    asyncio.run(fetch())
+
+
+def test_later_ranges_are_asked_for_while_one_is_used_but_not_too_many() -> None:
+    """Through S3's own scheduler, with reads that end when they are told."""
+    store = open_store("s3://bucket/run")
+    asked: list[int] = []
+    answers: dict[int, asyncio.Future[bytes]] = {}
+
+    async def read(_: str, start: int, __: int) -> bytes:
+        asked.append(start)
+        answers[start] = asyncio.get_running_loop().create_future()
+        return await answers[start]
+
+    async def until(count: int) -> None:
+        for _ in range(20):  # turns of the loop, more than it takes
+            await asyncio.sleep(0)
+        assert len(asked) == count
+
+    async def fetch() -> None:
+        size = BLOCK_BYTES // 2
+        fetched = store.fetch_with(read, [Range("k", n * size, (n + 1) * size) for n in range(9)])
+        first = asyncio.ensure_future(anext(fetched))
+        await until(4)  # two blocks' bytes
+        answers[size].set_result(b"second")
+        await until(4)  # the first is not there yet
+        answers[0].set_result(b"first")
+        assert await first == b"first"
+        assert await anext(fetched) == b"second"
+        await until(5)
+        await fetched.aclose()
+        assert all(answer.done() for answer in answers.values())
+        large = store.fetch_with(read, [Range("k", n * 10**9, (n + 1) * 10**9) for n in range(10, 12)])
+        first = asyncio.ensure_future(anext(large))
+        await until(6)  # larger than all that may be ahead: alone
+        first.cancel()
+
+    asyncio.run(fetch())
 
 
 def test_listing_is_sorted_and_keeps_to_its_prefix(store_uri: str) -> None:
