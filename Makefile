@@ -12,6 +12,7 @@ help:
 	@echo "make infra-test  the tests of the Pulumi program alone: they need the pulumi CLI, and say what else is missing"
 	@echo "make e2e         from pulumi up to a trained model on the tests' SageMaker, and through what may go wrong"
 	@echo "make smoke-aws   two small jobs on a real account (AWS_SMOKE=1, STACK=name): prints what it costs first"
+	@echo "make kubernetes-test  runs on a real control plane whose node is a process (as root; says what else is missing)"
 	@echo "make image-test  build the image on a small base and run replicas from it (as root; buildah and debootstrap)"
 	@echo "make localstack  LocalStack in .localstack-venv, for the tests that run on it as well as on MiniStack"
 	@echo "make check       lint, formatting, types"
@@ -47,6 +48,9 @@ e2e: install
 STACK ?= dev
 smoke-aws: install
 	$(BIN)/python scripts/smoke_aws.py --stack $(STACK)
+
+kubernetes-test: install
+	$(BIN)/python -m pytest tests/kubernetes
 
 image-test: install
 	$(BIN)/python -m pytest tests/container

@@ -9,6 +9,7 @@ from pulumi.runtime.config import CONFIG, get_config_env
 
 from diloco.errors import ConfigurationError
 from diloco.stack import SCHEMA_VERSION
+from infra.eks import EksCluster, EksClusterArgs
 from infra.identity import (
     LauncherPolicy,
     LauncherPolicyArgs,
@@ -18,6 +19,7 @@ from infra.identity import (
     VpcInputs,
 )
 from infra.image import TrainerImage, TrainerImageArgs
+from infra.indexed_job import IndexedJob, IndexedJobArgs, run_of
 from infra.lookups import place
 from infra.network import Network, NetworkArgs
 from infra.quotas import WarmPoolQuota, WarmPoolQuotaArgs
@@ -124,6 +126,35 @@ def environment() -> None:
         ),
     )
     quotas = _quotas(name, settings, here.region)
+    cluster = None
+    if settings.eks is not None:
+        cluster = EksCluster(
+            name,
+            EksClusterArgs(
+                place=here,
+                settings=settings.eks,
+                storage=storage,
+                subnet_ids=None if network is None else network.subnet_ids,
+                key_arn=key_arn,
+                data_uris=settings.data_uris,
+                secret_arns=settings.secret_arns,
+                protect=settings.protected,
+                tags=tags,
+            ),
+        )
+        if settings.job is not None:
+            pods, run = run_of(settings.eks, settings.job, here.region)
+            IndexedJob(
+                name,
+                IndexedJobArgs(
+                    pods=pods,
+                    run=run,
+                    image_uri=image.uri,
+                    rendezvous_uri=bucket.rendezvous_uri,
+                    namespace=cluster.namespace,
+                    provider=cluster.provider,
+                ),
+            )
     outputs: dict[str, Any] = {
         "schemaVersion": SCHEMA_VERSION,
         "region": here.region,
@@ -140,6 +171,10 @@ def environment() -> None:
         "quotas": None if quotas is None else quotas.quotas,
         "subnetIds": None if network is None else network.subnet_ids,
         "securityGroupIds": None if network is None else network.security_group_ids,
+        "clusterName": None if cluster is None else cluster.cluster_name,
+        "namespace": None if cluster is None else cluster.namespace,
+        "serviceAccount": None if cluster is None else cluster.service_account,
+        "podRoleArn": None if cluster is None else cluster.pod_role_arn,
     }
     for output, value in outputs.items():
         if value is not None:

@@ -16,6 +16,8 @@ from pydantic.alias_generators import to_camel
 
 from diloco.access import LONGEST_KEEP_ALIVE, parse_s3
 from diloco.errors import ConfigurationError
+from infra.cluster_settings import EksSettings, JobSettings  # noqa: TC001 - pydantic reads the annotations
+from infra.fields import Principal, checked
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,18 +32,6 @@ _BUCKET = re.compile(r"(?!\d+\.\d+\.\d+\.\d+$)(?!xn--|sthree-|amzn-s3-demo-)[a-z
 _RESERVED_ENDS = ("-s3alias", "--ol-s3", ".mrap", "--x-s3", "--table-s3", "-an")
 _DIGEST = re.compile(r"[a-z0-9.-]+(?::\d+)?/[a-z0-9._/-]+@sha256:[0-9a-f]{64}")
 _SLUG = re.compile(r"[^a-z0-9]+")
-
-
-def _checked(pattern: str | re.Pattern[str], allowed: str) -> AfterValidator:
-    """A validator that takes what the pattern matches as a whole, and else says what is allowed."""
-    compiled = re.compile(pattern)
-
-    def check(value: str) -> str:
-        if not compiled.fullmatch(value):
-            raise ValueError(allowed)
-        return value
-
-    return AfterValidator(check)
 
 
 def _is_bucket(value: str) -> str:
@@ -72,22 +62,16 @@ def _is_data(value: str) -> str:
 Bucket = Annotated[str, AfterValidator(_is_bucket)]
 KeyPrefix = Annotated[
     str,
-    _checked(
-        r"(?:[A-Za-z0-9!_.-]+(?:/[A-Za-z0-9!_.-]+)*)?", "folders of letters, digits and ! _ . -, no / at the ends"
-    ),
+    checked(r"(?:[A-Za-z0-9!_.-]+(?:/[A-Za-z0-9!_.-]+)*)?", "folders of letters, digits and ! _ . -, no / at the ends"),
 ]
 RoleName = Annotated[
-    str, _checked(r"[\w+=,.@-]{1,64}", "a role's name (not its ARN): 1 to 64 of letters, digits, + = , . @ _ -")
+    str, checked(r"[\w+=,.@-]{1,64}", "a role's name (not its ARN): 1 to 64 of letters, digits, + = , . @ _ -")
 ]
 InstanceType = Annotated[
-    str, _checked(r"ml\.[a-z0-9-]+\.[a-z0-9]+", "an instance type of SageMaker, such as ml.g5.2xlarge")
+    str, checked(r"ml\.[a-z0-9-]+\.[a-z0-9]+", "an instance type of SageMaker, such as ml.g5.2xlarge")
 ]
 InstancePattern = Annotated[
-    str, _checked(r"ml\.[a-z0-9*-]+\.[a-z0-9*]+", "an instance type or a pattern of them, such as ml.g5.*")
-]
-Principal = Annotated[
-    str,
-    _checked(r"arn:aws[a-z-]*:iam::\d{12}:(?:user|group|role)/[\w+=,.@/-]+", "the ARN of an IAM user, group or role"),
+    str, checked(r"ml\.[a-z0-9*-]+\.[a-z0-9*]+", "an instance type or a pattern of them, such as ml.g5.*")
 ]
 KeyArn = r"arn:aws[a-z-]*:kms:[a-z0-9-]+:\d{12}:key/[A-Za-z0-9-]+"
 
@@ -126,9 +110,7 @@ class BucketSettings(_Section):
 class EncryptionSettings(_Section):
     """`encryption`: by which key objects, and images if wanted, are encrypted."""
 
-    key: Annotated[str, _checked(rf"s3|create|{KeyArn}", "s3 (Amazon S3's own keys), create, or a KMS key's ARN")] = (
-        "s3"
-    )
+    key: Annotated[str, checked(rf"s3|create|{KeyArn}", "s3 (Amazon S3's own keys), create, or a KMS key's ARN")] = "s3"
     repository: bool = False
     """The image repository, too."""
 
@@ -149,7 +131,7 @@ class RoleSettings(_Section):
 
     adopt: RoleName | None = None
     permissions_boundary: (
-        Annotated[str, _checked(r"arn:aws[a-z-]*:iam::(?:\d{12}|aws):policy/[\w+=,.@/-]+", "a policy's ARN")] | None
+        Annotated[str, checked(r"arn:aws[a-z-]*:iam::(?:\d{12}|aws):policy/[\w+=,.@/-]+", "a policy's ARN")] | None
     ) = None
 
     def problems(self) -> list[str]:
@@ -173,7 +155,7 @@ class ImageSettings(_Section):
     """`image`: what the jobs run in."""
 
     uri: (
-        Annotated[str, _checked(_DIGEST, "registry/repository@sha256:…: an image by its digest, since tags can move")]
+        Annotated[str, checked(_DIGEST, "registry/repository@sha256:…: an image by its digest, since tags can move")]
         | None
     ) = None
     """An existing image; nothing is built."""
@@ -202,8 +184,8 @@ class QuotaSettings(_Section):
 class NetworkSettings(_Section):
     """`network`: the VPC of the jobs; without it they run in SageMaker's own network."""
 
-    subnet_ids: list[Annotated[str, _checked(r"subnet-[0-9a-f]+", "a subnet's id, subnet-…")]] = []
-    security_group_ids: list[Annotated[str, _checked(r"sg-[0-9a-f]+", "a security group's id, sg-…")]] = []
+    subnet_ids: list[Annotated[str, checked(r"subnet-[0-9a-f]+", "a subnet's id, subnet-…")]] = []
+    security_group_ids: list[Annotated[str, checked(r"sg-[0-9a-f]+", "a security group's id, sg-…")]] = []
     egress: Literal["none", "endpoints", "nat"] | None = None
     """Ways out of the VPC that is created, besides Amazon S3."""
     cidr: Annotated[str, AfterValidator(_is_range)] = "10.42.0.0/16"
@@ -245,7 +227,7 @@ class Settings(_Section):
     """The environment may be thrown away: nothing is protected, images are deleted with their repository."""
     protect: bool | None = None
     job_name_prefix: Annotated[
-        str, _checked(r"[a-z0-9](?:-?[a-z0-9])*", "a-z, 0-9 and single hyphens, not at the ends")
+        str, checked(r"[a-z0-9](?:-?[a-z0-9])*", "a-z, 0-9 and single hyphens, not at the ends")
     ] = Field(max_length=MOST_PREFIX)
     tags: dict[str, str] = {}
     bucket: BucketSettings = BucketSettings()
@@ -255,11 +237,13 @@ class Settings(_Section):
     image: ImageSettings = ImageSettings()
     quotas: list[QuotaSettings] = []
     network: NetworkSettings | None = None
+    eks: EksSettings | None = None
+    job: JobSettings | None = None
     data_uris: list[Annotated[str, AfterValidator(_is_data)]] = []
     secret_arns: list[
         Annotated[
             str,
-            _checked(r"arn:aws[a-z-]*:secretsmanager:[a-z0-9-]+:\d{12}:secret:[\w/+=.@-]+", "the ARN of a secret"),
+            checked(r"arn:aws[a-z-]*:secretsmanager:[a-z0-9-]+:\d{12}:secret:[\w/+=.@-]+", "the ARN of a secret"),
         ]
     ] = []
 
@@ -298,7 +282,7 @@ class Settings(_Section):
         """What can't be together, each with what is allowed."""
         found = [
             line
-            for section in (self.bucket, self.encryption, self.role, self.image, self.network)
+            for section in (self.bucket, self.encryption, self.role, self.image, self.network, self.eks)
             if section is not None
             for line in section.problems()
         ]
@@ -309,6 +293,15 @@ class Settings(_Section):
             found.append(
                 "network.egress 'none': jobs could not reach Secrets Manager for secretArns; allowed: endpoints, nat"
             )
+        if self.eks is not None and self.eks.adopt is None:
+            if self.network is None:
+                found.append("network: a cluster needs subnets; allowed: network.egress nat, or network.subnetIds")
+            elif self.network.egress in ("none", "endpoints"):
+                found.append(
+                    f"network.egress {self.network.egress!r}: nodes of EKS need the internet to join; allowed: nat"
+                )
+        if self.job is not None and self.eks is None:
+            found.append("job: there is no cluster; allowed with eks.adopt, or eks to create one")
         types = [quota.instance_type for quota in self.quotas]
         found += [
             f"quotas: {name} is there twice; allowed: once" for name in sorted({t for t in types if types.count(t) > 1})

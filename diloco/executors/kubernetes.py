@@ -97,7 +97,11 @@ class KubernetesExecutor:
             self.settings.namespace,
             label_selector=f"{RUN_LABEL}={self.settings.run_id}",
         )["items"]
-        return dict(found[0]) if found else None
+        # A stack replaces its Job by one of another name: for a while both are there.
+        newest = sorted(
+            found, key=lambda job: ("deletionTimestamp" not in job["metadata"], job["metadata"]["creationTimestamp"])
+        )
+        return dict(newest[-1]) if newest else None
 
     def poll(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaHandle]:
         """The same handles with their present status; the cluster is asked once in `look_every` seconds."""
@@ -173,18 +177,20 @@ class KubernetesExecutor:
         settings = self.settings
         manifest = job_manifest(settings, spec)
         while True:
+            job = self.job()
+            if job is not None:
+                self._check_owner(job, spec)
+                name = job["metadata"]["name"]
+                if "deletionTimestamp" not in job["metadata"] and jobs.outcome(job) is None:
+                    self._note(f"job {name} is there already, and goes on")
+                    return
+                self._note(f"job {name} has ended: it is replaced")
+                self._delete()
             try:
                 ask(self.clients.batch.create_namespaced_job, settings.namespace, manifest)
             except TakenError:
-                job = try_to(self.clients.batch.read_namespaced_job, settings.name, settings.namespace)
-                if job is None:
-                    continue
-                self._check_owner(job, spec)
-                if "deletionTimestamp" not in job["metadata"] and jobs.outcome(job) is None:
-                    self._note(f"job {settings.name} is there already, and goes on")
-                    return
-                self._note(f"job {settings.name} has ended: it is replaced")
-                self._delete()
+                if self.job() is None:
+                    raise  # not this project's
             else:
                 return
 
@@ -192,7 +198,7 @@ class KubernetesExecutor:
         theirs = job["metadata"].get("annotations", {}).get(RENDEZVOUS_ANNOTATION)
         if theirs != spec.rendezvous_uri:
             raise ConfigurationError(
-                f"the Job {self.settings.namespace}/{self.settings.name} is another run's, at {theirs}, not at"
+                f"the Job {self.settings.namespace}/{job['metadata']['name']} is another run's, at {theirs}, not at"
                 f" {spec.rendezvous_uri}: choose another --run-id"
             )
 

@@ -158,7 +158,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"dataUris": ["gs://x"]}, "dataUris[0] 'gs://x': allowed: s3://bucket/prefix, without wildcards"),
     ({"dataUris": "s3://x"}, "dataUris 's3://x': allowed: a list"),
     ({"secretArns": ["hf-token"]}, "secretArns[0] 'hf-token': allowed: the ARN of a secret"),
-    ({"bukket": "b"}, "bukket: unknown; allowed: bucket, dataUris, dev, encryption, image,"),
+    ({"bukket": "b"}, "bukket: unknown; allowed: bucket, dataUris, dev, eks, encryption, image, job,"),
     ({"bucket": {"nmae": "b"}}, "bucket.nmae: unknown; allowed in bucket: adopt, logBucket, logPrefix, name, prefix"),
     (
         {"quotas": [{"instanceType": "ml.g5.xlarge", "warm": 1}]},
@@ -172,6 +172,29 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_what_is_wrong_is_told_with_key_value_and_what_is_allowed(values: dict[str, Any], said: str) -> None:
     (line,) = refusal(**values)
     assert said in line
+
+
+CLUSTER_WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"eks": {}}, "eks.admins: missing"),
+    ({"eks": {}}, "network: a cluster needs subnets"),
+    ({"eks": {"admins": ["arn:aws:iam::123456789012:role/x"]}}, "eks.publicAccessCidrs: missing"),
+    ({"eks": {"adopt": "c", "mode": "auto"}}, "eks.mode: an adopted cluster is left as it is"),
+    ({"eks": {"adopt": "c", "oidcProviderArn": "arn:aws:iam::123456789012:oidc-provider/x"}}, "with eks.identity irsa"),
+    ({"eks": {"identity": "irsa"}}, "eks.identity 'irsa': a cluster that is created has Pod Identity"),
+    (
+        {"eks": {"nodes": {"instanceTypes": ["g5.xlarge"]}}},
+        "would have no nvidia.com/gpu; allowed: BOTTLEROCKET_x86_64_NVIDIA",
+    ),
+    ({"eks": {"nodes": {"min": 3}}}, "eks.nodes.desired 2: allowed: from eks.nodes.min to eks.nodes.max"),
+    ({"eks": {"adopt": "c", "namespace": "No"}}, "eks.namespace 'No': allowed: a-z, 0-9 and hyphens"),
+    ({"job": {"runId": "r", "replicas": 2, "steps": 4, "syncEvery": 2}}, "job: there is no cluster"),
+    ({"eks": {"adopt": "c"}, "job": {"runId": "r"}}, "job.replicas: missing"),
+]
+
+
+@pytest.mark.parametrize(("values", "said"), CLUSTER_WRONG, ids=[said[:38] for _, said in CLUSTER_WRONG])
+def test_what_is_wrong_with_a_cluster_or_its_job_is_told_too(values: dict[str, Any], said: str) -> None:
+    assert any(said in line for line in refusal(**values))
 
 
 def test_all_problems_are_told_at_once() -> None:

@@ -181,6 +181,23 @@ def iam_simulation(aws: AwsSession, args: Plain) -> Plain:
     return args | {"allAllowed": all(one["allowed"] for one in results), "id": "-", "results": results}
 
 
+def eks_cluster(aws: AwsSession, args: Plain) -> Plain:
+    found = aws.client("eks", args.get("region")).describe_cluster(name=args["name"])["cluster"]
+    return {
+        "arn": found["arn"],
+        "certificateAuthorities": [found["certificateAuthority"]],
+        "endpoint": found["endpoint"],
+        "id": found["name"],
+        "identities": [{"oidcs": [{"issuer": found["identity"]["oidc"]["issuer"]}]}],
+        "name": found["name"],
+        "region": aws.region,
+        "roleArn": found["roleArn"],
+        "status": found["status"],
+        "tags": found.get("tags", {}),
+        "version": found["version"],
+    }
+
+
 def kms_key(aws: AwsSession, args: Plain) -> Plain:
     key = aws.client("kms", args.get("region")).describe_key(KeyId=args["keyId"])["KeyMetadata"]
     return args | {
@@ -219,5 +236,6 @@ FUNCTIONS: dict[str, Callable[[Any, Plain], Plain]] = {
     "aws:s3/getBucket:getBucket": s3_bucket,
     "aws:iam/getRole:getRole": iam_role,
     "aws:iam/getPrincipalPolicySimulation:getPrincipalPolicySimulation": iam_simulation,
+    "aws:eks/getCluster:getCluster": eks_cluster,
     "aws:kms/getKey:getKey": kms_key,
 }
