@@ -62,8 +62,8 @@ async def _s3fs(key: str, data: bytearray) -> tuple[float, float]:
 
 
 async def _obstore(key: str, data: bytearray) -> tuple[float, float]:
-    import obstore
-    from obstore.store import S3Store
+    import obstore  # type: ignore[import-not-found,unused-ignore]
+    from obstore.store import S3Store  # type: ignore[import-not-found,unused-ignore]
 
     store = S3Store(
         BUCKET,
@@ -96,7 +96,7 @@ async def _obstore(key: str, data: bytearray) -> tuple[float, float]:
 
 
 async def _crt(key: str, data: bytearray) -> tuple[float, float]:
-    from awscrt import auth, http, s3  # type: ignore[import-untyped]
+    from awscrt import auth, http, s3  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
     provider = auth.AwsCredentialsProvider.new_static(
         os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]
