@@ -81,9 +81,10 @@ async def _obstore(key: str, data: bytearray) -> tuple[float, float]:
     began, size = time.monotonic(), len(data)
 
     def fetch(start: int) -> asyncio.Future[Any]:
-        return asyncio.ensure_future(
+        part: asyncio.Future[Any] = asyncio.ensure_future(
             obstore.get_range_async(store, key, start=start, end=min(start + BLOCK_BYTES, size))
         )
+        return part
 
     starts = range(0, size, BLOCK_BYTES)
     asked = [fetch(start) for start in starts[:2]]
