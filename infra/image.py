@@ -156,7 +156,9 @@ class TrainerImage(pulumi.ComponentResource):
             build_args=arguments,
             platforms=[docker_build.Platform.LINUX_AMD64],  # torch has no torchft wheels for others
             tags=[pulumi.Output.concat(repository.repository_url, ":", tag)],
-            push=True,
+            # SageMaker takes Docker's manifests only; the export that `push` adds has BuildKit's default, OCI's.
+            push=False,
+            exports=[{"registry": {"oci_media_types": False, "push": True}}],
             build_on_preview=False,
             registries=[
                 {

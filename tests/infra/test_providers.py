@@ -299,7 +299,8 @@ def test_an_image_is_built_again_when_a_file_of_its_context_changes(tmp_path: Pa
     (tmp_path / "Dockerfile").write_text("FROM scratch\nCOPY kept /\n")
     (tmp_path / "kept" / "__pycache__").mkdir(parents=True)
     (tmp_path / "kept" / "file").write_text("1")
-    inputs = {"context": {"location": str(tmp_path)}, "push": True, "tags": [], "buildArgs": {"A": "1"}}
+    exports = [{"registry": {"ociMediaTypes": False, "push": True}}]
+    inputs = {"context": {"location": str(tmp_path)}, "exports": exports, "tags": [], "buildArgs": {"A": "1"}}
     state = inputs | {"contextHash": context_hash(inputs), "registries": [{"address": "r", "password": "old"}]}
     new = inputs | {"registries": [{"address": "r", "password": "new"}]}
 

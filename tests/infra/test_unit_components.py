@@ -408,7 +408,9 @@ def test_the_image_is_pushed_under_its_contents_hash_and_named_by_digest() -> No
     tag = content_hash(ROOT, {"BASE_IMAGE": "base:1"})
     assert image["tags"] == [f"{uri.partition('@')[0]}:{tag}"]
     assert image["buildArgs"] == {"BASE_IMAGE": "base:1"}
-    assert (image["push"], image["platforms"]) == (True, ["linux/amd64"])
+    assert image["platforms"] == ["linux/amd64"]
+    assert image["exports"] == [{"registry": {"ociMediaTypes": False, "push": True}}], "SageMaker takes no OCI manifest"
+    assert not image["push"], "it would add an export with BuildKit's default"
     repository = recorder.one("Repository")
     assert repository["imageTagMutability"] == "IMMUTABLE"
     assert repository["imageScanningConfiguration"] == {"scanOnPush": True}

@@ -182,7 +182,8 @@ class QuotaServer:
             self.calls[operation] += 1
             answer = handler(request)
         # An answer that AWS could not give is a fault of the stand-in.
-        assert not (problem := _malformed(answer, model.output_shape)), problem
+        problem = _malformed(answer, model.output_shape)
+        assert not problem, problem
         return answer
 
     def _service(self, request: dict[str, Any]) -> None:

@@ -311,7 +311,7 @@ def test_trainer_and_arguments_come_from_the_spec_unless_something_else_names_th
     kwargs = follow_spec(options, {"b": 3})
 
     assert (options.trainer_module, options.trainer_fn) == ("spec_module", "spec_fn")
-    assert kwargs == {"steps": 20, "sync_every": 5, "fragments": 1, "sync_delay": 0, "seed": 0, "a": 1, "b": 3}
+    assert kwargs == {"steps": 20, "sync_every": 5, "fragments": 1, "sync_delay": 0, "seed": 7, "a": 1, "b": 3}
     options = parse([*spec, "--trainer-fn", "given"], ENV)
     follow_spec(options, {})
     assert (options.trainer_module, options.trainer_fn) == ("spec_module", "given")

@@ -47,8 +47,8 @@ class Image(Resource):
 
     urn_type = "docker-build:index:Image"
     arguments = frozenset(
-        {"buildArgs", "buildOnPreview", "context", "dockerfile", "network", "platforms", "push", "registries", "tags"}
-        | {"target"}
+        {"buildArgs", "buildOnPreview", "context", "dockerfile", "exports", "network", "platforms", "push"}
+        | {"registries", "tags", "target"}
     )
     recomputed = frozenset({"contextHash", "digest", "ref"})
     regional = False
@@ -57,8 +57,8 @@ class Image(Resource):
         checked, problems = super().check(logical, inputs, old, seed)
         if inputs.get("network", "default") != "default":
             problems["network"] = "the stand-in builds in the default network only"
-        if not inputs.get("push"):
-            problems["push"] = "the stand-in builds only what is pushed"
+        if inputs.get("push") or inputs.get("exports") != [{"registry": {"ociMediaTypes": False, "push": True}}]:
+            problems["exports"] = "the stand-in builds only what is pushed, with Docker's manifests"
         return checked, problems
 
     def create(self, inputs: Plain) -> str:
