@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
@@ -34,6 +35,16 @@ class MakeStack(Protocol):
         name: str = "dev",
         main: Path | None = None,
     ) -> PulumiStack: ...
+
+
+@pytest.fixture(autouse=True)
+def _loop_of_this_thread() -> Iterator[None]:
+    """Pulumi's mocks take the thread's event loop, which an earlier `asyncio.run` has taken away."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    yield
+    asyncio.set_event_loop(None)
+    loop.close()
 
 
 @pytest.fixture(scope="session")

@@ -43,7 +43,7 @@ def token(name: str) -> str:
 def session(aws: Emulator, monkeypatch: pytest.MonkeyPatch) -> AwsSession:
     """The provider's AWS, with a default tag."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    services = ("s3", "iam", "kms", "ecr", "ec2", "sts")
+    services = ("s3", "iam", "kms", "ecr", "ec2", "eks", "sts")
     return AwsSession(
         {
             "region": REGION,
@@ -262,10 +262,14 @@ def test_functions_tell_what_the_real_ones_do(provider: StandInProvider, aws: Em
     aws.client("iam").create_role(RoleName="asked", AssumeRolePolicyDocument=DOCUMENT)
     aws.client("s3").create_bucket(Bucket="asked-for")
     key = aws.client("kms").create_key()["KeyMetadata"]["KeyId"]
+    aws.client("eks").create_cluster(
+        name="asked", roleArn=f"arn:aws:iam::{ACCOUNT}:role/asked", resourcesVpcConfig={"subnetIds": []}
+    )
     asked: dict[str, dict[str, Any]] = {
         "getRole": {"name": "asked"},
         "getBucket": {"bucket": "asked-for"},
         "getKey": {"keyId": key},
+        "getCluster": {"name": "asked"},
         "getRepository": {"name": "shared/trainer"},
         "getImage": {"repositoryName": "shared/trainer", "imageDigest": adopted_image.partition("@")[2]},
         "getPrincipalPolicySimulation": {
@@ -283,6 +287,7 @@ def test_functions_tell_what_the_real_ones_do(provider: StandInProvider, aws: Em
 
     missing = asyncio.run(provider.invoke(api.InvokeRequest("aws:iam/getRole:getRole", wire_map({"name": "nobody"}))))
     assert "NoSuchEntity" in missing.failures[0].reason
+    aws.client("eks").delete_cluster(name="asked")
     aws.client("iam").delete_role(RoleName="asked")
     aws.client("s3").delete_bucket(Bucket="asked-for")
 
