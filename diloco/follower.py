@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from diloco.presence import Presence
 
 
+NEARLY_ALL = 0.9
+"""Who is hurried after so much of a round is as fast as the others."""
+
+
 class Follower:
     """Of one replica; used by its training thread."""
 
@@ -29,8 +33,10 @@ class Follower:
         self._looking: Future[RoundState] | None = None
         self._look_at = 0.0
 
-    def look(self) -> RoundState:
-        """Where the others are, if that was found out since the last call; else `open`."""
+    def look(self, made: float) -> RoundState:
+        """Where the others are, if that was found out since the last call; else `open`. `made` is the share of the
+        round's inner steps that this replica has made.
+        """
         now = self._presence.clock.monotonic()
         if not self._behind:
             return "open"
@@ -43,7 +49,7 @@ class Follower:
         looked, self._looking = self._looking, None
         self._look_at = now + self._presence.settings.beat_every
         found = self._presence.wait(looked)
-        self._hurried |= found == "closing"
+        self._hurried |= found == "closing" and made < NEARLY_ALL
         return found
 
     def stop(self) -> None:
@@ -51,7 +57,7 @@ class Follower:
         self._looking = None
 
     def settled(self, turn: Turn) -> None:
-        """A round is over. A replica is with the others if it took part without being hurried."""
+        """A round is over. A replica is with the others if it took part with nearly all inner steps."""
         member, outcome = self._presence.member, turn.outcome
         took_part = outcome is not None and any(p.member == member for p in outcome.commit.participants)
         self._behind = not took_part or (self._behind and self._hurried)

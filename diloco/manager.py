@@ -302,7 +302,7 @@ class ObjectStoreManager:
         model, replica = self._attached(), self._in_run()
         if self._follower is None or self._local_step + 1 >= model.prepare_step:
             return None
-        found = self._follower.look()
+        found = self._follower.look(self._local_step / model.prepare_step)
         if found == "committed":
             self.presence.call(replica.catch_up())
             self._local_step = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -20,10 +21,10 @@ from tests.support.replicas import FAST, all_well, run_replicas
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-H, ROUNDS = 400, 4
+H, ROUNDS = 400, 6
 BOUND = 60.0
 STRICT = FAST.model_copy(update={"beat_every": 0.02})
-SKIP = STRICT.model_copy(update={"policy": "skip", "grace": 0.0, "min_replicas": 2, "join_timeout": 0.0})
+SKIP = STRICT.model_copy(update={"policy": "skip", "grace": 20.0, "min_replicas": 2, "join_timeout": 0.0})
 
 
 @pytest.fixture
@@ -61,10 +62,6 @@ def train(manager: ObjectStoreManager, before_step: Callable[[int], None]) -> tu
     return outer.finish().digest, made
 
 
-def leave(step: int) -> None:
-    """As fast as it goes."""
-
-
 def restarted(uri: str, manager: ObjectStoreManager, rank: int, before_step: Callable[[int], None]) -> list[int]:
     """Train until round 1 has begun, die, and train as the next attempt: the inner steps of that one."""
 
@@ -90,8 +87,12 @@ def test_who_restarts_contributes_what_it_has_when_the_others_wait(uri: str) -> 
         if step < 2 * H - 1:
             time.sleep(0.02)
 
+    def waits(step: int) -> None:
+        if step == 2 * H:
+            until_there(uri, layout.header(2, Member(1, 2)))
+
     def trainer(manager: ObjectStoreManager, rank: int) -> list[int]:
-        return train(manager, leave)[1] if rank == 0 else restarted(uri, manager, rank, slowly)
+        return train(manager, waits)[1] if rank == 0 else restarted(uri, manager, rank, slowly)
 
     made = all_well(run_replicas(uri, 2, trainer, STRICT))[1]
     first = [step for step in made if step < 2 * H]
@@ -105,27 +106,33 @@ def test_who_restarts_contributes_what_it_has_when_the_others_wait(uri: str) -> 
 
 
 def test_who_misses_a_round_begins_the_next_one_with_the_others(uri: str) -> None:
-    late = Member(2, 2)
+    """Rank 2 joins in round 2 and stays in its first inner step until round 3 is over; nobody waits for it."""
+    late, joined = Member(2, 1), threading.Event()
 
     def slowly(step: int) -> None:
-        if step == H:
-            until_there(uri, layout.commit(2))  # whatever it finds from now on, it catches up to round 3
-        if step < 3 * H:
+        if not joined.is_set():
+            joined.set()
+            until_there(uri, layout.commit(3))
+        if step < 4 * H:
             time.sleep(0.02)
 
     def waits(step: int) -> None:
-        if step == 3 * H:
-            until_there(uri, layout.header(3, late))
+        if step == 2 * H:
+            assert joined.wait(BOUND)
+        if step == 4 * H:
+            until_there(uri, layout.header(4, late))
 
     def trainer(manager: ObjectStoreManager, rank: int) -> list[int]:
-        return restarted(uri, manager, rank, slowly) if rank == late.rank else train(manager, waits)[1]
+        if rank == late.rank:
+            until_there(uri, layout.commit(1))
+        return train(manager, slowly if rank == late.rank else waits)[1]
 
     made = all_well(run_replicas(uri, 3, trainer, SKIP))[2]
-    assert made[0] == H
-    assert not [step for step in made if 2 * H <= step < 3 * H]
-    assert [step for step in made if step >= 3 * H] == list(range(3 * H, ROUNDS * H))
-    commits = [Commit.from_json(objects(uri)[layout.commit(round_)], "commit") for round_ in range(ROUNDS)]
-    assert [late in [p.member for p in commit.participants] for commit in commits] == [False, False, False, True]
+    assert made[0] == 2 * H
+    assert not [step for step in made if 3 * H <= step < 4 * H]
+    assert [step for step in made if step >= 4 * H] == list(range(4 * H, ROUNDS * H))
+    commits = [Commit.from_json(objects(uri)[layout.commit(round_)], "commit") for round_ in range(5)]
+    assert [[p.rank for p in commit.participants] for commit in commits] == [[0, 1]] * 4 + [[0, 1, 2]]
     assert not [out for commit in commits for out in commit.left_out if out.reason == rounds.CAUGHT_UP]
 
 
