@@ -106,6 +106,7 @@ class _Bench:
             replicas=self._options.replicas,
             steps=self._steps,
             sync_every=self._sync_every,
+            sync_delay=int(self._sync_every * self._options.overlap),
             run_id=name,
             rendezvous=f"{self._s3.uri}/chaos",
             trainer_module="benchmarks.paced",
@@ -231,6 +232,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=4.0, help="of each of the two runs (default: %(default)s)")
     parser.add_argument("--round-seconds", type=float, default=4.0, help="of inner steps (default: %(default)s)")
     parser.add_argument("--step-seconds", type=float, default=0.1, help="of one inner step (default: %(default)s)")
+    parser.add_argument(
+        "--overlap", type=float, default=0.5, help="share of a round's inner steps that the exchange overlaps with"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the faults (default: %(default)s)")
     options = parser.parse_args()
     faults = _plan(round(options.faults_per_hour * options.minutes / 60), random.Random(options.seed))
@@ -257,6 +261,7 @@ def main() -> int:
         "replicas": options.replicas,
         "faults_per_hour": options.faults_per_hour,
         "round_seconds": options.round_seconds,
+        "overlap": options.overlap,
         "faults": dict(sorted(injected.items())),
         "rounds_attempted": report.rounds_expected,
         "rounds_committed": report.rounds_committed,

@@ -57,6 +57,7 @@ LONG = ("kubernetes", "container", "sagemaker", "infra", "chaos")
 """Folders that begin first, since they take longest."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With `-n N --dist loadgroup`: which tests must share a process. Those of the simulation need not."""
     root = config.rootpath / "tests"
