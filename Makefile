@@ -34,10 +34,11 @@ $(VENV)/.installed: requirements.lock pyproject.toml
 demo: install
 	$(BIN)/python scripts/launch.py run --local --replicas 4 --steps 200 --sync-every 25 --baseline
 
-# One process more than cores: many tests wait for processes of their own. JOBS=0 runs them one after another.
+# One process more than cores: many tests wait for processes of their own. A file's tests share one, and what is dear to
+# start in it. JOBS=0 runs them one after another.
 JOBS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 1 )))
 test: install
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 infra-test: install
 	$(BIN)/python -m pytest tests/infra tests/unit/test_access.py tests/unit/test_stack.py tests/unit/test_plan.py

@@ -51,25 +51,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("store_uri", chosen, indirect=True)
 
 
-TOGETHER = ("kubernetes",)
-"""Folders whose tests share what is dear to start: one process of pytest-xdist runs them, one after another."""
-LONG = ("kubernetes", "container", "sagemaker", "infra", "chaos")
-"""Folders that begin first, since they take longest."""
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the marks
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `-n N --dist loadgroup`: which tests must share a process. Those of the simulation need not."""
-    root = config.rootpath / "tests"
-    for item in items:
-        folder = item.path.relative_to(root).parts[0] if item.path.is_relative_to(root) else ""
-        if folder in TOGETHER:
-            item.add_marker(pytest.mark.xdist_group(folder))
-        elif folder != "simulation":
-            item.add_marker(pytest.mark.xdist_group(str(item.path)))
-    items.sort(key=lambda item: next((n for n, name in enumerate(LONG) if name in item.path.parts), len(LONG)))
-
-
 @pytest.fixture(autouse=True)
 def _no_credentials_leak(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test that sets credentials of its own leaves none for the next."""

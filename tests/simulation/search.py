@@ -75,9 +75,8 @@ def enumerate_all(policy: Literal["strict", "skip"], kills: Sequence[Kill | None
 
 def _pool() -> ProcessPoolExecutor:
     # Not forked: torch's threads don't survive that.
-    # A process of pytest-xdist has the others beside it.
     return ProcessPoolExecutor(
-        1 if "PYTEST_XDIST_WORKER" in os.environ else len(os.sched_getaffinity(0)),
+        len(os.sched_getaffinity(0)),
         mp_context=get_context("spawn"),
         initializer=_collect_rarely,
     )
