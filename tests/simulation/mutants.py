@@ -128,12 +128,12 @@ MUTANTS = (
             Edit(
                 reduce,
                 "gather_mean",
-                ("zip(participants, shares([p.weight for p in participants]), strict=True)", "pairs"),
+                ("zip(plans, shares([p.weight for p in participants]), strict=True)", "pairs"),
                 (
-                    "for index, (participant, share)",
-                    """pairs = list(zip(participants, shares([p.weight for p in participants])))
+                    "    try:",
+                    """    pairs = list(zip(plans, shares([p.weight for p in participants])))
     pairs.sort(key=lambda pair: own is None or pair[0].member != own[0])
-    for index, (participant, share)""",
+    try:""",
                 ),
             ),
         ),
