@@ -72,6 +72,9 @@ check: install
 	$(BIN)/mypy
 
 benchmarks: install
+	$(BIN)/python -m benchmarks.chaos
+	$(BIN)/python -m benchmarks.codec
+	$(BIN)/python -m benchmarks.link
 	$(BIN)/python -m benchmarks.overlap
 	$(BIN)/python -m benchmarks.launch
 	$(BIN)/python -m benchmarks.memory

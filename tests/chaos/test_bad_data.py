@@ -221,8 +221,9 @@ def test_a_payload_that_changes_after_the_commit_is_never_averaged(new_run: NewR
 def test_a_replica_that_diverges_is_left_out_and_named_and_its_checkpoint_refuted(new_run: NewRun) -> None:
     """Rank 2 flips a bit in round 3, and writes checkpoint 4: participant 4 / 2 mod 3."""
     run = new_run(rounds=8)
-    # In round 6 the others wait until rank 2 is back.
-    others = [run.start(rank, acts=[held(6, header(6, 2))]) for rank in (0, 1)]
+    # In round 4 the others wait for that checkpoint, so that rank 2 meets it; in round 6 until rank 2 is back.
+    waits = [held(4, layout.manifest(4)), held(6, header(6, 2))]
+    others = [run.start(rank, acts=waits) for rank in (0, 1)]
     diverged = run.start(2, acts=[{"round": 3} | FLIP])
     assert run.end(*others, diverged) == [0, 0, 0]
     assert Member(2, 1) in run.participants(3)  # it still started from the same bits
