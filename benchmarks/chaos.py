@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING
 
 from benchmarks.common import print_result, say
 from diloco.embedded import EmbeddedS3
-from diloco.errors import DilocoError
 from diloco.exchange import layout
 from diloco.exchange.clock import SystemClock
 from diloco.exchange.membership import newest_attempts
@@ -77,7 +76,7 @@ class _Watch:
     committed: list[tuple[float, Commit]] = field(default_factory=list)
     claims: dict[Member, float] = field(default_factory=dict)
 
-    def rate(self, seconds: float) -> float:
+    def tokens(self, seconds: float) -> float:
         """Committed tokens in the first `seconds` after the first commit."""
         began = self.committed[0][0]
         return sum(_tokens(commit) for at, commit in self.committed[1:] if at - began <= seconds)
@@ -251,7 +250,7 @@ def main() -> int:
         injected = Counter(kind for kind in faults if kind == "stop") + Counter(proxy.counts)
     injected["kill"] = len(kills)
     seconds = min(calm.seconds, stormy.seconds)
-    throughput = stormy.rate(seconds) / calm.rate(seconds)
+    throughput = stormy.tokens(seconds) / calm.tokens(seconds)
     lost = (1 - throughput) * ANCHOR / options.faults_per_hour
     committed = (report.rounds_committed or 0) / report.rounds_expected
     recovered = [kill for kill in kills if kill.rejoined is not None]
@@ -266,8 +265,8 @@ def main() -> int:
         "rounds_attempted": report.rounds_expected,
         "rounds_committed": report.rounds_committed,
         "seconds_compared": round(seconds, 1),
-        "tokens_fault_free": calm.rate(seconds),
-        "tokens_with_faults": stormy.rate(seconds),
+        "tokens_fault_free": calm.tokens(seconds),
+        "tokens_with_faults": stormy.tokens(seconds),
         "throughput": round(throughput, 4),
         "throughput_at_125_an_hour": round(1 - lost, 4),
         "kills": len(kills),
@@ -295,5 +294,4 @@ def _spread(seconds: list[float]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt, DilocoError):
-        sys.exit(main())
+    sys.exit(main())
