@@ -1,18 +1,20 @@
-"""Start a run and leave it: the replicas need no launcher, and any later one finds them."""
+"""Start a run and leave it: the replicas need no launcher, and any later one finds them. Or end it for good."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+from diloco.exchange import layout
 from diloco.exchange.launchers import claim_launcher
-from diloco.exchange.store import open_store
+from diloco.exchange.store import open_store, read_if_there
 from diloco.preflight import begin, check_launch, has_result
 from diloco.run import PACE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from diloco.exchange.store import Store
     from diloco.executors.base import ReplicaHandle, ServerlessExecutor
     from diloco.run import Pace
     from diloco.spec import RunSettings
@@ -45,5 +47,17 @@ async def submit_replicas(
         async with launcher.holding(pace.beats):
             specs = settings.replica_specs(launcher=launcher.record.nonce)
             return await asyncio.to_thread(executor.launch_replicas, specs)
+    finally:
+        await store.close()
+
+
+async def stop_launcher(store: Store) -> None:
+    """Make the launcher of the run under `store` give up, wherever it is, since it would relaunch what is stopped;
+    closes the store.
+    """
+    try:
+        if await read_if_there(store, layout.SPEC) is not None:
+            launcher = await claim_launcher(store, takeover=True)
+            await launcher.beat(ended=True)
     finally:
         await store.close()

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from diloco.detached import stop_launcher
 from diloco.errors import ConfigurationError, DilocoError
-from diloco.exchange import layout
 from diloco.exchange.clock import SystemClock
-from diloco.exchange.launchers import claim_launcher
 from diloco.exchange.retrying import RetryingStore
 from diloco.exchange.settings import ExchangeSettings
-from diloco.exchange.store import open_store, read_if_there
+from diloco.exchange.store import open_store
 from diloco.executors import kubernetes_jobs as jobs
 from diloco.executors.kubernetes_clients import ask
 from diloco.executors.kubernetes_manifest import (
@@ -178,15 +177,9 @@ async def run_status(store: Store, restored: Restored, executor: KubernetesExecu
 
 async def cancel_run(restored: Restored, executor: KubernetesExecutor) -> list[ReplicaHandle]:
     """Stop a run for good: its launcher, wherever it is, then its Job. Returns the ranks that still ran."""
-    store = open_run(restored)
-    try:
-        if await read_if_there(store, layout.SPEC) is not None:
-            launcher = await claim_launcher(store, takeover=True)
-            await launcher.beat(ended=True)
-    finally:
-        await store.close()
+    await stop_launcher(open_run(restored))
     handles = await asyncio.to_thread(executor.existing)
-    running = [handle for handle in handles if handle.status in ("pending", "running")]
+    running = [handle for handle in handles if not handle.has_ended]
     await asyncio.to_thread(executor.cancel, handles)
     return running
 

@@ -97,6 +97,18 @@ class RunReport(BaseModel):
         return self.model_dump(mode="json", exclude=unset)
 
 
+def failed_report(settings: RunSettings, error: str, *, wall_seconds: float) -> RunReport:
+    """The report of a run of which nothing more is known than why it failed."""
+    return RunReport(
+        run_id=settings.run_id,
+        status="failed",
+        rendezvous_uri=settings.uri,
+        rounds_expected=settings.rounds,
+        wall_seconds=round(wall_seconds, 3),
+        error=error,
+    )
+
+
 async def read_report(
     store: Store,
     settings: RunSettings,

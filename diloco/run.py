@@ -233,13 +233,13 @@ class _Launch:
         return now - self._over_since > _AFTER_RESULT
 
     def _running(self) -> list[ReplicaHandle]:
-        return [handle for handle in self._handles.values() if handle.status in ("pending", "running")]
+        return [handle for handle in self._handles.values() if not handle.has_ended]
 
     async def _see_who_ended(self) -> list[ReplicaResult]:
         """Look at the processes, and return how those ended that ended since the last look."""
         polled = await asyncio.to_thread(self._executor.poll, self._running())
         self._handles |= {handle.rank: handle for handle in polled}
-        ended = [handle for handle in polled if handle.status not in ("pending", "running")]
+        ended = [handle for handle in polled if handle.has_ended]
         if not ended:
             return []
         results = await asyncio.to_thread(self._executor.collect, ended, timeout=_COLLECT_SECONDS)

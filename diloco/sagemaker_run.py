@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from datetime import UTC
 from typing import TYPE_CHECKING, Any
 
+from diloco.detached import stop_launcher
 from diloco.errors import ConfigurationError, DilocoError
 from diloco.exchange import layout
 from diloco.exchange.clock import SystemClock
-from diloco.exchange.launchers import claim_launcher
 from diloco.exchange.retrying import RetryingStore
 from diloco.exchange.settings import ExchangeSettings
 from diloco.exchange.store import open_store, read_if_there
@@ -175,20 +175,13 @@ def _replica(handle: ReplicaHandle, beat: Beat | None) -> ReplicaStatus:
 
 
 async def cancel_run(outputs: StackOutputs, run_id: str, executor: SageMakerExecutor) -> list[ReplicaHandle]:
-    """Stop a run for good: its launcher, wherever it is, then its jobs, then what they keep warm.
+    """Stop a run for good: its launcher, then its jobs, then what they keep warm. Returns the jobs that were stopped.
 
-    A launcher that supervises would relaunch what is stopped; it gives up once another one has taken the run. Returns
-    the jobs that were stopped. Raises DilocoError.
+    Raises DilocoError.
     """
-    store = open_run(outputs, run_id)
-    try:
-        if await read_if_there(store, layout.SPEC) is not None:
-            launcher = await claim_launcher(store, takeover=True)
-            await launcher.beat(ended=True)
-    finally:
-        await store.close()
+    await stop_launcher(open_run(outputs, run_id))
     handles = await asyncio.to_thread(executor.existing)
-    running = [handle for handle in handles if handle.status in ("pending", "running")]
+    running = [handle for handle in handles if not handle.has_ended]
     await asyncio.to_thread(executor.cancel, handles)
     await asyncio.to_thread(executor.release, handles)
     if not handles:

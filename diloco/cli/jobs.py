@@ -94,7 +94,7 @@ def watch(
     with Live(console=Console(highlight=False), auto_refresh=False) as live:
         while True:
             live.update(asyncio.run(_status(found, run_id, executor, handles)), refresh=True)
-            if not any(handle.status in ("pending", "running") for handle in handles):
+            if all(handle.has_ended for handle in handles):
                 return FAILED if any(handle.status == "failed" for handle in handles) else 0
             time.sleep(WATCH_EVERY)
             handles = executor.existing()
@@ -123,7 +123,7 @@ def logs(
     console = Console(highlight=False)
 
     def ended() -> bool:
-        return all(handle.status not in ("pending", "running") for handle in executor.existing())
+        return all(handle.has_ended for handle in executor.existing())
 
     for line in LogReader(executor.clients.logs, prefix).lines(follow=follow, ended=ended):
         console.print(

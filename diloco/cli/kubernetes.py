@@ -199,7 +199,7 @@ class FoundRun:
             while True:
                 handles = self.executor.existing()
                 live.update(asyncio.run(self._table()), refresh=True)
-                if not any(handle.status in ("pending", "running") for handle in handles):
+                if all(handle.has_ended for handle in handles):
                     return FAILED if any(handle.status == "failed" for handle in handles) else 0
                 time.sleep(WATCH_EVERY)
 
@@ -209,7 +209,7 @@ class FoundRun:
         def ended() -> bool:
             handles = self.executor.existing()
             mine = [handle for handle in handles if rank is None or handle.rank == rank]
-            return all(handle.status not in ("pending", "running") for handle in mine)
+            return all(handle.has_ended for handle in mine)
 
         for line in self.executor.log_reader(rank).lines(follow=follow, ended=ended):
             colour = _COLOURS[line.rank % len(_COLOURS)]

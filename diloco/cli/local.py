@@ -141,18 +141,11 @@ class LocalLaunch:
         return 128 + stopped.number
 
     def _failed(self, error: str) -> RunReport:
-        from diloco.report import RunReport
+        from diloco.report import failed_report
 
         if self._report is not None:  # the run itself was over
             return self._report.model_copy(update={"error": error})
-        return RunReport(
-            run_id=self._settings.run_id,
-            status="failed",
-            rendezvous_uri=self._settings.uri,
-            rounds_expected=self._settings.rounds,
-            wall_seconds=round(time.monotonic() - self._started, 3),
-            error=error,
-        )
+        return failed_report(self._settings, error, wall_seconds=time.monotonic() - self._started)
 
     def _print(self, report: RunReport) -> None:
         from diloco.report import summary

@@ -136,13 +136,6 @@ class RemoteLaunch(ABC):
         return 128 + stopped.number
 
     def _failed(self, error: str) -> RunReport:
-        from diloco.report import RunReport
+        from diloco.report import failed_report
 
-        return RunReport(
-            run_id=self._settings.run_id,
-            status="failed",
-            rendezvous_uri=self._settings.uri,
-            rounds_expected=self._settings.rounds,
-            wall_seconds=round(time.monotonic() - self._started, 3),
-            error=error,
-        )
+        return failed_report(self._settings, error, wall_seconds=time.monotonic() - self._started)

@@ -48,6 +48,11 @@ class ReplicaHandle:
     waits: str | None = None
     """Why it does not run yet, as far as the backend knows."""
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it neither runs nor will."""
+        return self.status not in ("pending", "running")
+
 
 @dataclass(frozen=True)
 class ReplicaResult:

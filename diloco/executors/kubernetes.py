@@ -128,7 +128,7 @@ class KubernetesExecutor:
 
         Raises DilocoError if some still are after their grace period.
         """
-        if any(handle.status in ("pending", "running") for handle in self.poll(handles)):
+        if any(not handle.has_ended for handle in self.poll(handles)):
             self._cancelled = True
             self._delete()
             self._look()
@@ -295,7 +295,7 @@ class KubernetesExecutor:
         return replace(handle, **self._known(rank))
 
     def _have_ended(self, handles: Sequence[ReplicaHandle]) -> bool:
-        return all(handle.status not in ("pending", "running") for handle in self.poll(handles))
+        return all(handle.has_ended for handle in self.poll(handles))
 
     def _result(self, handle: ReplicaHandle) -> ReplicaResult:
         state = self._states[handle.rank]

@@ -108,7 +108,7 @@ class SageMakerExecutor:
         """Stop them, release what they keep warm, and return once nothing of them runs. Raises DilocoError if some
         still do after SageMaker's own bound.
         """
-        running = [handle.job_id for handle in self.poll(handles) if handle.status in ("pending", "running")]
+        running = [handle.job_id for handle in self.poll(handles) if not handle.has_ended]
         self._cancelled.update(running)
         left = self._submitter.stop(running)
         self._describe_all(running)
@@ -217,7 +217,7 @@ class SageMakerExecutor:
         return self._described[name][1]
 
     def _has_ended(self, handles: Sequence[ReplicaHandle]) -> bool:
-        return all(handle.status not in ("pending", "running") for handle in self.poll(handles))
+        return all(handle.has_ended for handle in self.poll(handles))
 
     def _result(self, handle: ReplicaHandle) -> ReplicaResult:
         job = self._job(handle.job_id)

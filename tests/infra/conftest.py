@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
@@ -13,7 +12,7 @@ import pytest
 from tests.support.engine import require
 from tests.support.gate import Gate
 from tests.support.pulumi_stack import REAL_AWS_PLUGIN, PulumiStack
-from tests.support.sagemaker.ministack import ministack
+from tests.support.sagemaker.ministack import ministack, put_image
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -103,15 +102,7 @@ def configured(adopted_image: str) -> Callable[..., dict[str, Any]]:
 @pytest.fixture(scope="session")
 def adopted_image(aws: Emulator) -> str:
     """An image in a repository that no stack made, by digest."""
-    ecr = aws.client("ecr")
-    ecr.create_repository(repositoryName="shared/trainer")
-    config = {"mediaType": "application/vnd.oci.image.config.v1+json", "digest": f"sha256:{'0' * 64}", "size": 2}
-    manifest = {"schemaVersion": 2, "mediaType": "application/vnd.oci.image.manifest.v1+json", "layers": []}
-    pushed = ecr.put_image(
-        repositoryName="shared/trainer", imageTag="v1", imageManifest=json.dumps(manifest | {"config": config})
-    )
-    digest = pushed["image"]["imageId"]["imageDigest"]
-    return f"{ACCOUNT}.dkr.ecr.{REGION}.amazonaws.com/shared/trainer@{digest}"
+    return put_image(aws)
 
 
 def environment(aws: Emulator, gate: Gate) -> dict[str, str]:

@@ -21,7 +21,7 @@ from tests.support.pulumi_stack import PulumiStack
 from tests.support.quotas import QuotaServer
 from tests.support.sagemaker import Callers, SageMakerServer, Service, Timing
 from tests.support.sagemaker.logs import GROUP
-from tests.support.sagemaker.ministack import ministack
+from tests.support.sagemaker.ministack import ministack, put_image
 from tests.support.tls_proxy import FrontEnd
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def account(folder: Path, config: Mapping[str, Any] | None = None) -> Iterator[T
                 environment=_network(tls) | root | {"AWS_ENDPOINT_URL_SERVICE_QUOTAS": quotas.endpoint_url},
                 config={
                     "aws:region": REGION,
-                    "diloco:image": {"uri": _push_image(tls)},
+                    "diloco:image": {"uri": put_image(tls)},
                     "diloco:launcher": {"attachTo": [user]},
                     **(config or {}),
                 },
@@ -190,16 +190,3 @@ def _make_user(tls: Emulator) -> tuple[str, dict[str, str]]:
     document = json.dumps({"Version": "2012-10-17", "Statement": reading})
     iam.put_user_policy(UserName=USER, PolicyName="logs-of-ministack", PolicyDocument=document)
     return arn, iam.create_access_key(UserName=USER)["AccessKey"]
-
-
-def _push_image(tls: Emulator) -> str:
-    """An image that can be pulled: its manifest and its one layer."""
-    ecr = tls.client("ecr")
-    ecr.create_repository(repositoryName="shared/trainer")
-    config = {"mediaType": "application/vnd.oci.image.config.v1+json", "digest": f"sha256:{'0' * 64}", "size": 2}
-    manifest = {"schemaVersion": 2, "mediaType": "application/vnd.oci.image.manifest.v1+json", "layers": []}
-    pushed = ecr.put_image(
-        repositoryName="shared/trainer", imageTag="v1", imageManifest=json.dumps(manifest | {"config": config})
-    )
-    digest = pushed["image"]["imageId"]["imageDigest"]
-    return f"{ACCOUNT}.dkr.ecr.{REGION}.amazonaws.com/shared/trainer@{digest}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -47,6 +48,18 @@ def ministack(folder: Path, *, auth: bool = False, region: str = "us-east-1") ->
         yield Emulator(url, region=region)
     finally:
         guard.stop([server])
+
+
+def put_image(emulator: Emulator) -> str:
+    """Put an image's manifest into a repository of its own, `shared/trainer`; returns the image's URI by digest."""
+    ecr = emulator.client("ecr")
+    uri = ecr.create_repository(repositoryName="shared/trainer")["repository"]["repositoryUri"]
+    config = {"mediaType": "application/vnd.oci.image.config.v1+json", "digest": f"sha256:{'0' * 64}", "size": 2}
+    manifest = {"schemaVersion": 2, "mediaType": "application/vnd.oci.image.manifest.v1+json", "layers": []}
+    pushed = ecr.put_image(
+        repositoryName="shared/trainer", imageTag="v1", imageManifest=json.dumps(manifest | {"config": config})
+    )
+    return f"{uri}@{pushed['image']['imageId']['imageDigest']}"
 
 
 def _wait(server: subprocess.Popen[bytes], url: str) -> None:
