@@ -37,9 +37,9 @@ class Follower:
         """Where the others are, if that was found out since the last call; else `open`. `made` is the share of the
         round's inner steps that this replica has made.
         """
-        now = self._presence.clock.monotonic()
         if not self._behind:
             return "open"
+        now = self._presence.clock.monotonic()
         if self._looking is None:
             if now >= self._look_at:
                 self._looking = self._presence.background.submit(self._replica.round_state())

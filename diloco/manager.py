@@ -90,6 +90,7 @@ class ObjectStoreManager:
     """
 
     _use_async_quorum = False  # torchft's DiLoCo refuses a manager that has it
+    _follower: Follower  # once a model is attached
 
     def __init__(
         self,
@@ -122,7 +123,6 @@ class ObjectStoreManager:
         """The turn whose outcome torchft is applying."""
         self._tokens: list[int] = []
         self._steps: list[int] = []
-        self._follower: Follower | None = None
         self._writing: Future[None] | None = None
 
     @property
@@ -198,8 +198,7 @@ class ObjectStoreManager:
         model, replica = self._attached(), self._in_run()
         model.check_buffers()
         head, self._head = self._head, None
-        if self._follower is not None:
-            self._follower.stop()
+        self._follower.stop()
         turn = self.presence.call(replica.quorum(self.presence.wait(head) if head is not None else None))
         self._round = _Round(turn) if turn is not None else None
         if turn is None or turn.abstain is not None:
@@ -261,8 +260,7 @@ class ObjectStoreManager:
         model, replica = self._attached(), self._in_run()
         synchronize()
         snapshot = replica.applied(turn)
-        if self._follower is not None:
-            self._follower.settled(turn)
+        self._follower.settled(turn)
         self._note_step()
         if turn.outcome is not None:
             self.progress.rounds_applied += turn.averaged
@@ -300,7 +298,7 @@ class ObjectStoreManager:
     def align(self) -> int | None:
         """Between two inner steps: the local step to go on from if this replica is behind the others, else None."""
         model, replica = self._attached(), self._in_run()
-        if self._follower is None or self._local_step + 1 >= model.prepare_step:
+        if self._local_step + 1 >= model.prepare_step:
             return None
         found = self._follower.look(self._local_step / model.prepare_step)
         if found == "committed":

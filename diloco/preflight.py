@@ -101,7 +101,6 @@ async def _check_output(settings: RunSettings, storage_options: Mapping[str, Any
     store = open_store(uri, storage_options=storage_options)
     try:
         await check_store(store)
-        store = RetryingStore(store, SystemClock(), budget=settings.exchange.retry_for)
     finally:
         await store.close()
 

@@ -182,7 +182,6 @@ async def load_newest(context: Context, states: Sequence[FragmentState], *, beyo
     """
 
     async def look(_: Poll) -> int | None:
-        context.waiting_for = [f"a checkpoint beyond round {beyond}"]
         corrupt: CorruptObjectError | None = None
         async for manifest in confirmed(context, newest_first=True, beyond=beyond):
             try:
@@ -196,6 +195,7 @@ async def load_newest(context: Context, states: Sequence[FragmentState], *, beyo
             raise corrupt
         if beyond < 0:
             raise ObjectMissingError(f"{context.store.uri}/{layout.CHECKPOINTS}: no checkpoint that can be loaded")
+        context.waiting_for = [f"a checkpoint beyond round {beyond}"]
         return None
 
     return await context.wait_until(look, doing=f"catching up past round {beyond}, of which a payload is corrupt,")
