@@ -87,7 +87,7 @@ lock:
 	$(VENV)-lock/bin/python -m pip install --quiet 'torch==2.13.*'
 	$(VENV)-lock/bin/python -m pip install --quiet --editable '.[dev]'
 	echo '# Made by `make lock` from pyproject.toml: what development and CI install.' > requirements.lock
-	$(VENV)-lock/bin/python -m pip freeze --exclude-editable | sed -E 's/\+[a-z0-9.]+$$//' >> requirements.lock
+	$(VENV)-lock/bin/python -m pip freeze --all --exclude pip --exclude-editable | sed -E 's/\+[a-z0-9.]+$$//' >> requirements.lock
 	rm -rf $(VENV)-lock
 
 clean:

@@ -40,6 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
     patch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
     patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     patch.setenv("HF_HUB_OFFLINE", "1")
+    # Tests share the cores: OpenMP threads that spin at a barrier for one that has no core make it eight times as long.
+    patch.setenv("OMP_NUM_THREADS", "1")
     config.add_cleanup(patch.undo)
 
 
