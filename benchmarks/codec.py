@@ -22,6 +22,7 @@ from diloco.exchange.formats import CODECS
 from diloco.exchange.layout import Member, payload
 from diloco.exchange.records import Participant
 from diloco.exchange.reduce import gather_mean
+from diloco.exchange.shards import Division
 from diloco.exchange.stores import MemoryStore
 
 if TYPE_CHECKING:
@@ -78,8 +79,10 @@ def _measure(wire: Codec, mib: int, repeats: int) -> dict[str, Any]:
     participants = [Participant(rank=m.rank, attempt=1, weight=1, payload=encoded.info) for m in members]
     mean = Flat([torch.empty_like(tensor) for tensor in tensors])
 
+    division = Division(mean.numel, wire.name, CHUNK_BYTES, shards=1)
+
     def gather(count: int) -> None:
-        asyncio.run(gather_mean(store, 0, participants[:count], own=None, out=mean))
+        asyncio.run(gather_mean(store, 0, participants[:count], division, own=None, out=mean))
 
     # The first contribution is copied, the others are added: what one addition takes is the difference.
     both, one = _seconds(lambda: gather(3), repeats), _seconds(lambda: gather(1), repeats)

@@ -315,6 +315,7 @@ def _run_record(
         fragments=schedule.fragments,
         sync_every=schedule.sync_every,
         codec=settings.codec,
+        mean_codec=settings.mean_codec,
         policy=settings.policy,
         min_replicas=settings.majority(world_size),
         outer_lr=step.lr,

@@ -14,17 +14,20 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from diloco.errors import DivergedError, ObjectMissingError, OutcomeUnknownError, RoundError
+from diloco.errors import DivergedError, RoundError
 from diloco.exchange import codec, formats, layout, rounds
-from diloco.exchange.checkpoint import check_fragment, committed_mean, read_commit
+from diloco.exchange.checkpoint import check_fragment, read_commit
 from diloco.exchange.clock import Timer
 from diloco.exchange.feedback import Feedback
 from diloco.exchange.flat import Flat
 from diloco.exchange.grace import Grace
+from diloco.exchange.mean import committed_mean
 from diloco.exchange.membership import Attendance, check_fence, newest_attempts
 from diloco.exchange.records import Commit, Header, new_nonce
 from diloco.exchange.reduce import BadPayloadError, MissingPayloadError, check_payload, gather_mean
-from diloco.exchange.store import CREATE_ATTEMPTS, create_once
+from diloco.exchange.sharded import Ahead
+from diloco.exchange.shards import Division
+from diloco.exchange.store import create_once, create_same
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from diloco.exchange.clock import Poll
     from diloco.exchange.context import Context
     from diloco.exchange.records import Participant
+    from diloco.exchange.shards import Shard
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +95,8 @@ class ObjectStoreAllReduce:
         self._present: dict[int, set[int]] = {}
         self._empty = 0
         self._own: tuple[int, codec.Encoded] | None = None
+        self._ahead: Ahead | None = None
+        """What was read before the commit, of the round in which :attr:`_own` was sent."""
         self._memory: bytearray | None = None
         """Of the last payload, for the next one."""
         self._announced = -1
@@ -115,11 +121,7 @@ class ObjectStoreAllReduce:
                 await self.abstain(round_, fragment, rounds.NOT_FINITE)
                 return rounds.NOT_FINITE
             await check_fence(self.context.store, member)
-            if not await self._create_payload(layout.payload(round_, member), encoded.data):
-                raise RoundError(
-                    f"{member}: a payload of round {round_} that this process did not write is in its place: start the "
-                    "run again with the same run id"
-                )
+            await self._upload(round_, encoded)
             self._own = (round_, encoded)
         await self._create_header(round_, fragment, kind="contribution", weight=weight, payload=self._own[1].info)
         return None
@@ -147,24 +149,40 @@ class ObjectStoreAllReduce:
         if self._announced != round_:
             await self._create_header(round_, fragment, kind="abstention", weight=0, reason=reason)
 
-    async def _create_payload(self, key: str, data: bytearray) -> bool:
-        """Whether the payload there is mine: the frame holds a nonce, by which a create whose answer was lost is
-        recognised.
+    async def _upload(self, round_: int, encoded: codec.Encoded) -> None:
+        """Create the payload's objects; of a divided one in such an order that every owner gets some early, while
+        those are read that this replica will average.
         """
-        store = self.context.store
-        frame = bytes(data[: codec.DATA_OFFSET])
-        for attempt in range(CREATE_ATTEMPTS):
-            try:
-                if await store.create(key, data):
-                    return True
-            except OutcomeUnknownError:
-                if attempt == CREATE_ATTEMPTS - 1:
-                    raise
-            try:
-                return await store.read(key, 0, len(frame)) == frame
-            except ObjectMissingError:
-                continue
-        raise OutcomeUnknownError(f"{store.uri}/{key}: the store says that it exists, and that it does not")
+        division = Division.of(self.context.run, encoded.info.numel)
+        self._ahead = None
+        if self.context.run.reduce == "gather":
+            await self._create_parts(round_, encoded, division, division.shards)
+            return
+        rank = self.context.member.rank
+        ranks = sorted(self._expected(round_) | {rank})
+        self._ahead = Ahead(self.context, round_, division, ranks)
+        order = division.upload_order(round_, ranks.index(rank), len(ranks))
+        await self.context.store.beside(self._create_parts(round_, encoded, division, order), self._ahead.watch)
+
+    async def _create_parts(
+        self, round_: int, encoded: codec.Encoded, division: Division, order: Sequence[Shard]
+    ) -> None:
+        member = self.context.member
+        parts = list(division.parts(round_, member, codec.DATA_OFFSET))
+        for shard in order:
+            key, start, end = parts[shard.index]
+            data = encoded.data if len(parts) == 1 else encoded.data[start:end]
+            # Nobody else writes this attempt's objects: the same bytes are its own. A whole one need not be read back.
+            nonce_in = codec.DATA_OFFSET if shard.index == 0 else None
+            if not await create_same(self.context.store, key, data, nonce_in=nonce_in):
+                raise RoundError(
+                    f"{member}: a payload of round {round_} that this process did not write is in its place: start the "
+                    "run again with the same run id"
+                )
+
+    def _expected(self, round_: int) -> set[int]:
+        """Who will probably take part: those who did last time."""
+        return self._present.get(round_ - 1) or set(range(self.rules.world_size))
 
     async def _create_header(self, round_: int, fragment: Fragment, **fields: object) -> None:
         member = self.context.member
@@ -211,10 +229,17 @@ class ObjectStoreAllReduce:
                 "nothing with them"
             )
         if commit.participants and commit.participants != wait.averaged:
-            await committed_mean(self.context, commit, fragment.layout, wait.mean, self._own_payload(round_))
+            await committed_mean(
+                self.context,
+                commit,
+                fragment.layout,
+                wait.mean,
+                own=self._own_payload(round_),
+                at_hand=self._ahead.found if self._ahead is not None else None,
+            )
         if self.context.member not in [participant.member for participant in commit.participants]:
             self.feedback.forget(fragment.index)
-        self._own = None
+        self._own = self._ahead = None
         return Outcome(commit)
 
     async def _try(self, round_: int, wait: _Wait, poll: Poll) -> Commit | None:
@@ -247,6 +272,8 @@ class ObjectStoreAllReduce:
                         "round %d: enough are there, grace period %.1f s for %s", round_, self.grace.seconds, late
                     )
                 self.context.waiting_for = decision.waiting_for
+                if self._ahead is not None:
+                    await self._ahead.take(headers.values())
                 return None
             if await self._average(round_, decision, wait):
                 return await self._commit(round_, decision, wait)
@@ -300,9 +327,12 @@ class ObjectStoreAllReduce:
         wait.averaged = None
         if not proposal.participants:
             return True
+        if self.context.run.reduce == "shard":
+            return await self._are_there(round_, proposal, wait)
         own = self._own_payload(round_)
         try:
-            await gather_mean(self.context.store, round_, proposal.participants, own=own, out=wait.mean)
+            division = Division.of(self.context.run, wait.fragment.numel)
+            await gather_mean(self.context.store, round_, proposal.participants, division, own=own, out=wait.mean)
         except BadPayloadError as problem:
             wait.rejected[problem.member] = problem.reason
             return False
@@ -312,13 +342,27 @@ class ObjectStoreAllReduce:
         wait.averaged = proposal.participants
         return True
 
+    async def _are_there(self, round_: int, proposal: rounds.Proposal, wait: _Wait) -> bool:
+        """Whether all objects are there, in full, that a sharded reduction would read. False as for :meth:`_average`:
+        only the owners read them, after the commit.
+        """
+        sizes = {entry.key: entry.size for entry in await self.context.store.list(layout.payloads(round_))}
+        division = Division.of(self.context.run, wait.fragment.numel)
+        for participant in proposal.participants:
+            member, frame = participant.member, participant.payload.data_offset
+            for key, start, end in division.parts(round_, member, frame):
+                if sizes.get(key) != end - start:
+                    found = "is not there" if key not in sizes else f"has {sizes[key]} bytes, not {end - start}"
+                    wait.rejected[member] = f"its payload {found}"
+        return not wait.rejected.keys() & {participant.member for participant in proposal.participants}
+
     async def _commit(self, round_: int, proposal: rounds.Proposal, wait: _Wait) -> Commit:
         member = self.context.member
         mine = Commit(
             round=round_,
             fragment=wait.fragment.index,
             base_digest=proposal.base_digest,
-            algorithm="gather",
+            algorithm=self.context.run.reduce,
             participants=proposal.participants,
             left_out=proposal.left_out,
             committed_by=member.rank,

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from diloco.errors import CorruptObjectError, CorruptRoundError, DivergedError, ObjectMissingError
+from diloco.errors import CorruptObjectError, DivergedError, ObjectMissingError
 from diloco.exchange import layout
 from diloco.exchange.clock import Timer
 from diloco.exchange.flat import Flat
+from diloco.exchange.mean import committed_mean
 from diloco.exchange.records import CheckpointPart, Commit, Manifest
-from diloco.exchange.reduce import BadPayloadError, check_payload, gather_mean
 from diloco.exchange.state import FragmentState
 from diloco.exchange.store import create_once, read_if_there
 
@@ -299,32 +299,3 @@ def check_fragment(context: Context, commit: Commit) -> None:
             f"{layout.commit(commit.round)}: says that it is of fragment {commit.fragment}, it was the turn of "
             f"{commit.round % context.run.fragments}"
         )
-
-
-async def committed_mean(
-    context: Context, commit: Commit, layout_: str, out: Flat, own: tuple[layout.Member, bytearray] | None = None
-) -> None:
-    """The mean of a committed round. A payload that is gone raises ObjectMissingError; a corrupt one
-    CorruptRoundError.
-    """
-    for participant in commit.participants:
-        reason = check_payload(
-            participant.payload,
-            codec_name=context.run.codec,
-            numel=out.numel,
-            fragment_layout=layout_,
-            chunk_bytes=context.run.chunk_bytes,
-        )
-        if reason is not None:
-            raise CorruptRoundError(
-                f"round {commit.round} was committed with {participant.member}, but {reason}", commit.round
-            )
-    try:
-        await gather_mean(context.store, commit.round, commit.participants, own=own, out=out)
-    except BadPayloadError as problem:
-        raise CorruptRoundError(
-            f"round {commit.round} was committed, but {problem.member}'s payload is corrupt now ({problem.reason}): it "
-            "is not averaged. Who has not done so yet can only go on from a checkpoint beyond that round, which strict "
-            "never reaches: start a new run there",
-            commit.round,
-        ) from problem

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 DATA_OFFSET = 1024
 TENSOR = "pseudo_gradient"
+_DIGEST = "blake3"
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,33 @@ def encode(
         layout=layout,
     )
     return Encoded(data, info, finite)
+
+
+def encode_mean(tensors: Sequence[torch.Tensor], codec_: Codec, *, round_: int, shard: int) -> Encoded:
+    """A shard's mean as one object: framed like a payload, with the digest of its body in the framing, since no header
+    goes with it. The same values give the same bytes. Raises as :func:`encode`.
+    """
+    metadata = {"round": str(round_), "shard": str(shard)}
+    numel = sum(tensor.numel() for tensor in tensors)
+    whole = max(codec_.body_bytes(numel), codec_.block_bytes)
+    encoded = encode(tensors, codec_, chunk_bytes=whole, layout="", metadata=metadata)
+    encoded.data[:DATA_OFFSET] = _frame(codec_, numel, metadata | {_DIGEST: encoded.info.chunks[0]})
+    return encoded
+
+
+def mean_digest(frame: bytes, codec_: Codec, numel: int, *, round_: int, shard: int, key: str) -> str:
+    """The digest of the body that the framing of a mean promises. Raises CorruptObjectError unless it is the framing
+    of that mean.
+    """
+    try:
+        header = json.loads(frame[8:DATA_OFFSET])
+        digest_ = str(header["__metadata__"][_DIGEST])
+        # Encoding is deterministic: so is the framing, the digest apart.
+        if frame == _frame(codec_, numel, {"round": str(round_), "shard": str(shard), _DIGEST: digest_}):
+            return digest_
+    except (ValueError, RecursionError, KeyError, TypeError):
+        pass
+    raise CorruptObjectError(f"{key}: not the mean of {numel} values in {codec_.name} for shard {shard}")
 
 
 def _steps(tensors: Sequence[torch.Tensor], size: int) -> Iterator[torch.Tensor]:

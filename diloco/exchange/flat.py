@@ -24,6 +24,15 @@ class Flat:
         self._starts = list(accumulate((part.numel() for part in self._parts), initial=0))
         self.numel = self._starts.pop()
 
+    def views(self, start: int, stop: int) -> list[torch.Tensor]:
+        """The values `[start, stop)`, as views of the tensors that hold them."""
+        views = []
+        for part, position in zip(self._parts, self._starts, strict=True):
+            low, high = max(start, position), min(stop, position + part.numel())
+            if low < high:
+                views.append(part[low - position : high - position])
+        return views
+
     def pieces(self, start: int, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Pairs of equal length that cover `[start, start + len(values))`: a piece of this vector, and the values for
         it.

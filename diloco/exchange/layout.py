@@ -93,9 +93,37 @@ def header(round_: int, member: Member) -> str:
     return f"{headers(round_)}{member_name(member)}.json"
 
 
-def payload(round_: int, member: Member) -> str:
-    """Create-once payload, written before its header."""
-    return f"rounds/{round_:08d}/p/{member_name(member)}.safetensors"
+def payloads(round_: int) -> str:
+    """Prefix of a round's payloads."""
+    return f"rounds/{round_:08d}/p/"
+
+
+def payload(round_: int, member: Member, shard: int | None = None) -> str:
+    """Create-once payload, or one shard of it, written before its header."""
+    name = f"{payloads(round_)}{member_name(member)}"
+    return f"{name}.safetensors" if shard is None else f"{name}/{shard:05d}.part"
+
+
+def parse_part(key: str) -> tuple[Member, int] | None:
+    """Member and shard of `rounds/…/p/00003-00001/00002.part`, or None for another name."""
+    found = re.search(r"/(\d{5})-(\d{5})/(\d{5})\.part$", key)
+    return (Member(int(found[1]), int(found[2])), int(found[3])) if found else None
+
+
+def means(round_: int) -> str:
+    """Prefix of a round's means, of a sharded reduction."""
+    return f"rounds/{round_:08d}/m/"
+
+
+def mean(round_: int, shard: int) -> str:
+    """Create-once mean of one shard: whoever averages it writes the same bits."""
+    return f"{means(round_)}{shard:05d}.safetensors"
+
+
+def parse_mean(key: str) -> int | None:
+    """The shard in `rounds/…/m/00002.safetensors`, or None for an alien name."""
+    found = re.search(r"/m/(\d{5})\.safetensors$", key)
+    return int(found[1]) if found else None
 
 
 def commit(round_: int) -> str:

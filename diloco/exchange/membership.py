@@ -20,6 +20,7 @@ from diloco.exchange.store import create_once, read_if_there
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from collections.abc import Set as AbstractSet
 
     from diloco.exchange.clock import Poll
     from diloco.exchange.context import Context
@@ -51,13 +52,15 @@ async def check_fence(store: Store, member: Member) -> None:
         )
 
 
-async def agree_on_run(store: Store, mine: RunRecord) -> RunRecord:
-    """Create run.json, or compare with what is there. Raises RunMismatchError that names the first difference."""
+async def agree_on_run(store: Store, mine: RunRecord, *, open_to: AbstractSet[str] = frozenset()) -> RunRecord:
+    """Create run.json, or compare with what is there, but for the fields that `open_to` names. Raises RunMismatchError
+    that names the first difference.
+    """
     created, stored = await create_once(store, layout.RUN, mine)
     if created:
         return mine
     theirs = RunRecord.from_json(stored, f"{store.uri}/{layout.RUN}")
-    difference = first_difference(theirs, mine)
+    difference = first_difference(theirs, mine.model_copy(update={name: getattr(theirs, name) for name in open_to}))
     if difference is not None:
         raise RunMismatchError(
             f"run {theirs.run_id!r} at {store.uri} was made with other settings: {difference}; "

@@ -58,6 +58,12 @@ class RunRecord(OnceRecord):
     fragments: int
     sync_every: int
     codec: str
+    reduce: Literal["gather", "shard"] = "gather"
+    """gather: everyone averages all payloads. shard: everyone averages a shard of them, and reads the rest."""
+    shards: int = Field(default=1, ge=1)
+    """Into how many shards a payload is divided; 1 for gather."""
+    mean_codec: str = "fp32"
+    """Wire format of a shard's mean."""
     policy: Literal["strict", "skip"]
     min_replicas: int
     outer_lr: float
@@ -188,7 +194,7 @@ class Commit(OnceRecord):
     round: int
     fragment: int
     base_digest: str
-    algorithm: Literal["gather"]
+    algorithm: Literal["gather", "shard"]
     participants: list[Participant]
     """By rank; empty when all abstained."""
     left_out: list[LeftOut]

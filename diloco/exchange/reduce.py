@@ -17,10 +17,11 @@ from diloco.exchange import codec, formats, layout
 from diloco.exchange.store import BLOCK_BYTES, Range
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
     from diloco.exchange.flat import Flat
     from diloco.exchange.records import Participant, Payload
+    from diloco.exchange.shards import Division, Shard
     from diloco.exchange.store import Store
 
 
@@ -68,24 +69,35 @@ async def gather_mean(
     store: Store,
     round_: int,
     participants: Sequence[Participant],
+    division: Division,
     *,
     own: tuple[layout.Member, bytearray] | None,
     out: Flat,
+    shards: Sequence[Shard] | None = None,
+    at_hand: Mapping[tuple[layout.Member, int], bytes] | None = None,
 ) -> None:
-    """Average the participants' payloads into `out`.
+    """Average the participants' payloads, or those `shards` of them, into the same places of `out`.
 
-    Needs at least one participant. `own` is this replica's payload object, which is not fetched. Raises
-    BadPayloadError that names the member, and leaves `out` undefined.
+    Needs at least one participant. `own` is this replica's whole payload and `at_hand` are others' objects by member
+    and shard: these are not fetched. Raises BadPayloadError that names the member, and leaves `out` undefined.
     """
-    plans = [_Plan(round_, participant) for participant in participants]
-    fetched = store.fetch([one for plan in plans if own is None or own[0] != plan.member for one in plan.ranges])
+    each = list(zip(participants, shares([p.weight for p in participants]), strict=True))
+    plans = [
+        (_Plan(round_, participant, division, shard), share)
+        for shard in (division.shards if shards is None else shards)
+        for participant, share in each
+    ]
+    held = {plan: data for plan, _ in plans if (data := plan.found(at_hand or {})) is not None}
+    mine = own[0] if own is not None else None
+    absent = [plan for plan, _ in plans if plan.member != mine and plan not in held]
+    fetched = store.fetch([one for plan in absent for one in plan.ranges])
     try:
-        for index, (plan, share) in enumerate(zip(plans, shares([p.weight for p in participants]), strict=True)):
-            add = _Adder(plan.participant, share, out, first=index == 0)
-            if own is not None and own[0] == plan.member:
+        for plan, share in plans:
+            add = _Adder(plan, share, out, first=plan.member == participants[0].member)
+            if own is not None and plan.member == mine:
                 blocks = _own_blocks(own[1], plan)
             else:
-                blocks = _checked_blocks(store, plan, fetched)
+                blocks = _checked_blocks(store, plan, _cut(held[plan], plan) if plan in held else fetched)
             async for block in blocks:
                 await store.meanwhile(partial(add, block))
     except Exception:
@@ -94,60 +106,94 @@ async def gather_mean(
 
 
 class _Plan:
-    """In which ranges one payload is fetched: whole chunks, as many as go into a block. The framing comes with the
-    first, which saves a request.
+    """In which ranges one shard of a payload is fetched: whole chunks, as many as go into a block. The payload's
+    framing comes with the first shard's first, which saves a request.
     """
 
-    def __init__(self, round_: int, participant: Participant) -> None:
+    def __init__(self, round_: int, participant: Participant, division: Division, shard: Shard) -> None:
         info = participant.payload
-        self.participant, self.member = participant, participant.member
-        self.key = layout.payload(round_, self.member)
+        self.participant, self.member, self.shard = participant, participant.member, shard
+        self.key = division.key(round_, self.member, shard)
+        self.frame = 0 if shard.index else info.data_offset
+        """Bytes before the shard's first chunk."""
         block = max(BLOCK_BYTES // info.chunk_bytes, 1) * info.chunk_bytes
-        starts = range(info.data_offset, info.size, block)
-        self.ranges = [Range(self.key, at, min(at + block, info.size)) for at in starts]
+        self._size = size = self.frame + shard.body_stop - shard.body_start
+        self.ranges = [Range(self.key, at, min(at + block, size)) for at in range(self.frame, size, block)]
         if self.ranges:
             self.ranges[0] = Range(self.key, 0, self.ranges[0].end)
 
+    def body(self, at: int) -> int:
+        """Which byte of the payload's body is at that one of the object."""
+        return self.shard.body_start + max(at - self.frame, 0)
 
-class _Adder:
-    """Adds one contribution to the mean, block by block, in steps that stay in a core's cache."""
+    def found(self, at_hand: Mapping[tuple[layout.Member, int], bytes]) -> bytes | None:
+        """The object among those at hand. One of another length is none: the store is asked."""
+        data = at_hand.get((self.member, self.shard.index))
+        return data if data is not None and len(data) == self._size else None
 
-    def __init__(self, participant: Participant, share: float, out: Flat, *, first: bool) -> None:
-        self._member = participant.member
-        self._share, self._out, self._first = share, out, first
-        wire = formats.codec(participant.payload.codec)
-        self._step_bytes = wire.body_bytes(min(wire.step_values, participant.payload.numel))
+
+class Writer:
+    """Decodes blocks one after another into the values `[start, stop)` of `out`, in steps that stay in a core's
+    cache.
+    """
+
+    def __init__(self, wire: formats.Codec, out: Flat, start: int, stop: int) -> None:
+        self._out, self._at, self._stop = out, start, stop
+        self._step_bytes = wire.body_bytes(min(wire.step_values, stop - start))
         self._decode = codec.Decoder(wire, self._step_bytes)
-        self._start = 0
 
     def __call__(self, block: memoryview) -> None:
+        """Decode one more block: whole ones of the codec's."""
         for offset in range(0, len(block), self._step_bytes):
-            values = self._decode(block[offset : offset + self._step_bytes])[: self._out.numel - self._start]
-            if not formats.finite(values):
-                raise BadPayloadError(self._member, "its payload holds NaN or Inf")
-            for target, part in self._out.pieces(self._start, values.mul_(self._share)):
-                if self._first:
-                    target.copy_(part)
-                else:
-                    target.add_(part)
-            self._start += values.numel()
+            values = self._decode(block[offset : offset + self._step_bytes])[: self._stop - self._at]
+            self._put(values)
+            self._at += values.numel()
+
+    def _put(self, values: torch.Tensor) -> None:
+        for target, part in self._out.pieces(self._at, values):
+            target.copy_(part)
+
+
+class _Adder(Writer):
+    """Adds one contribution to the mean."""
+
+    def __init__(self, plan: _Plan, share: float, out: Flat, *, first: bool) -> None:
+        super().__init__(formats.codec(plan.participant.payload.codec), out, plan.shard.start, plan.shard.stop)
+        self._member, self._share, self._first = plan.member, share, first
+
+    def _put(self, values: torch.Tensor) -> None:
+        if not formats.finite(values):
+            raise BadPayloadError(self._member, "its payload holds NaN or Inf")
+        values.mul_(self._share)
+        if self._first:
+            super()._put(values)
+        else:
+            for target, part in self._out.pieces(self._at, values):
+                target.add_(part)
 
 
 async def _own_blocks(data: bytearray, plan: _Plan) -> AsyncIterator[memoryview]:
     view, body = memoryview(data), plan.participant.payload.data_offset
     for one in plan.ranges:
-        yield view[max(one.start, body) : one.end]
+        yield view[body + plan.body(one.start) : body + plan.body(one.end)]
 
 
-async def _checked_blocks(store: Store, plan: _Plan, fetched: AsyncIterator[bytes]) -> AsyncIterator[memoryview]:
-    body = plan.participant.payload.data_offset
+async def _cut(data: bytes, plan: _Plan) -> AsyncIterator[memoryview]:
+    """An object that was read whole, in the ranges of the plan."""
+    for one in plan.ranges:
+        yield memoryview(data)[one.start : one.end]
+
+
+async def _checked_blocks(
+    store: Store, plan: _Plan, fetched: AsyncIterator[bytes] | AsyncIterator[memoryview]
+) -> AsyncIterator[memoryview]:
     try:
         for one in plan.ranges:
             block = memoryview(await anext(fetched))
-            if one.start == 0:
-                codec.check_frame(bytes(block[:body]), plan.participant.payload, plan.key)
-                block = block[body:]
-            yield await _checked(store, plan, max(one.start - body, 0), block)
+            if one.start < plan.frame:
+                codec.check_frame(bytes(block[: plan.frame]), plan.participant.payload, plan.key)
+                block = block[plan.frame :]
+            yield await _checked(store, plan, max(one.start, plan.frame), block)
     except BadPayloadError:
         raise
     except ObjectMissingError as problem:
@@ -156,15 +202,14 @@ async def _checked_blocks(store: Store, plan: _Plan, fetched: AsyncIterator[byte
         raise BadPayloadError(plan.member, str(problem)) from problem
 
 
-async def _checked(store: Store, plan: _Plan, start: int, block: memoryview) -> memoryview:
-    """The block of a payload's body that begins at `start`, with the chunks that the header promises.
+async def _checked(store: Store, plan: _Plan, at: int, block: memoryview) -> memoryview:
+    """The block that begins at byte `at` of the object, with the chunks that the header promises.
 
     One that differs is read once more before it is judged: a bit can flip on the way.
     """
-    info = plan.participant.payload
+    info, start = plan.participant.payload, plan.body(at)
     if await store.meanwhile(partial(_bad_chunk, info, start, block)) is None:
         return block
-    at = info.data_offset + start
     again = memoryview(await store.read(plan.key, at, at + len(block)))
     bad = _bad_chunk(info, start, again)
     if bad is not None:

@@ -168,6 +168,15 @@ class RemoteStore(Store):
         """In a thread: hashing and torch let go of the interpreter."""
         return await asyncio.to_thread(work)
 
+    async def beside(self, main: Awaitable[T], other: Callable[[], Awaitable[None]]) -> T:
+        """As the base says, with `other` as a task."""
+        task = asyncio.ensure_future(other())
+        try:
+            return await main
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
     async def _create(self, key: str, data: bytes | bytearray) -> bool:
         try:
             await self._do("create", key, self._put(key, _Slices(data), {"IfNoneMatch": "*"}), len(data))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from diloco.errors import CorruptRoundError, DivergedError, ObjectMissingError
-from diloco.exchange import checkpoint, ending, layout, membership, pruning, rounds
+from diloco.exchange import algorithm, checkpoint, ending, layout, pruning, rounds
 from diloco.exchange.allreduce import Fragment, ObjectStoreAllReduce
 from diloco.exchange.context import Context
 from diloco.exchange.rota import Rota
@@ -114,7 +114,8 @@ class Replica:
         `jitter` spreads polls; None: a seed of its own. Raises RunMismatchError when the run was made with other
         settings or another model.
         """
-        agreed = await membership.agree_on_run(store, run)
+        largest = max(state.numel for state in states)
+        agreed = await algorithm.agree(store, clock, run, settings.reduce, largest)
         context = Context(store, clock, member, settings, agreed, jitter or random.Random())
         replica = cls(context, states, step, digest)
         await checkpoint.agree_on_initial(replica.context, states)

@@ -64,6 +64,10 @@ class RetryingStore(Store):
         """As the inner store does."""
         return await self._inner.meanwhile(work)
 
+    async def beside(self, main: Awaitable[T], other: Callable[[], Awaitable[None]]) -> T:
+        """As the inner store does."""
+        return await self._inner.beside(main, other)
+
     async def _create(self, key: str, data: bytes | bytearray) -> bool:
         return await self._again("create", key, lambda: self._inner._create(key, data))
 

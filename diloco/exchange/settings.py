@@ -10,8 +10,8 @@ CodecName = Literal["fp32", "bf16", "int8", "int4"]
 
 
 class ExchangeSettings(BaseModel):
-    """Settings of the exchange. Seconds are floats; `policy`, `min_replicas` and `codec` must be the same on every
-    replica (run.json holds them).
+    """Settings of the exchange. Seconds are floats; `policy`, `min_replicas`, the codecs and a `reduce` other than auto
+    must be the same on every replica (run.json holds them).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -22,6 +22,12 @@ class ExchangeSettings(BaseModel):
     """Contributions with one base digest that a commit needs; None: a majority of the world size."""
     codec: CodecName = "fp32"
     """Wire format of the pseudo-gradients; int8 and int4 carry their rounding error over to the next round."""
+    reduce: Literal["auto", "gather", "shard"] = "auto"
+    """gather: every replica averages all payloads. shard: each averages a part of them, and reads the others' parts:
+    fewer bytes, more requests. auto: what the first replica's link to the store makes faster.
+    """
+    mean_codec: CodecName = "fp32"
+    """Wire format of the means of a sharded reduction."""
     timeout: float = Field(default=1800.0, gt=0)
     """A round that is not committed by then ends this process with an error naming whom it waited for."""
     grace: float | None = Field(default=None, ge=0)

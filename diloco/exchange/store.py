@@ -125,6 +125,12 @@ class Store(ABC):
         """Do what takes a processor's time; a store that can goes on transferring."""
         return work()
 
+    async def beside(self, main: Awaitable[T], other: Callable[[], Awaitable[None]]) -> T:  # noqa: ARG002
+        """Await `main` and return what it does; a store that can lets `other`, which only saves time, run until then.
+        Whatever becomes of `other` is ignored.
+        """
+        return await main
+
     async def create(self, key: str, data: bytes | bytearray) -> bool:
         """Write the object if it is absent. True: written now; False: it was there. Raises OutcomeUnknownError if the
         answer was lost.
@@ -232,6 +238,35 @@ async def create_once(store: Store, key: str, record: OnceRecord) -> tuple[bool,
             continue
         return stored == body, stored
     raise OutcomeUnknownError(f"{store.uri}/{key}: the store says that it exists, and that it does not")
+
+
+async def create_same(store: Store, key: str, data: bytes | bytearray, *, nonce_in: int | None = None) -> bool:
+    """Create an object of which every writer writes the same bytes; returns whether the stored ones are these.
+
+    A lost answer is settled by reading back: the first `nonce_in` bytes where they hold a nonce, else all.
+    """
+    for attempt in range(CREATE_ATTEMPTS):
+        try:
+            if await store.create(key, data):
+                return True
+        except OutcomeUnknownError:
+            if attempt == CREATE_ATTEMPTS - 1:
+                raise
+        try:
+            return await _holds(store, key, memoryview(data)[:nonce_in])
+        except CorruptObjectError:
+            return False
+        except ObjectMissingError:
+            continue
+    raise OutcomeUnknownError(f"{store.uri}/{key}: the store says that it exists, and that it does not")
+
+
+async def _holds(store: Store, key: str, data: memoryview) -> bool:
+    at, same = 0, True
+    async for block in store.stream(key, 0, len(data)):
+        same = same and data[at : at + len(block)] == block
+        at += len(block)
+    return same
 
 
 async def read_if_there(store: Store, key: str) -> bytes | None:

@@ -19,6 +19,7 @@ from diloco.exchange.context import Context
 from diloco.exchange.ending import read_result
 from diloco.exchange.flat import Flat
 from diloco.exchange.layout import Member
+from diloco.exchange.mean import audited_mean
 from diloco.exchange.records import Beat, Header, RunRecord
 from diloco.exchange.settings import ExchangeSettings
 from diloco.exchange.state import FragmentState, OuterStep, whole_digest
@@ -45,12 +46,14 @@ class Verdict:
     """Digests of headers, beats and the result that were compared with the replayed state."""
     differences: list[str] = field(default_factory=list)
     """Each says who differs where; empty if all held the same bits."""
+    gaps: list[str] = field(default_factory=list)
+    """Rounds that can't be replayed, since what they were made of is gone or corrupt now, and why."""
     finished: bool = False
 
     @property
     def same(self) -> bool:
-        """Whether every replica held the same bits at every round."""
-        return not self.differences
+        """Whether it is shown that every replica held the same bits at every round."""
+        return not self.differences and not self.gaps
 
 
 async def verify(store: Store, clock: Clock) -> Verdict:
@@ -65,22 +68,35 @@ async def verify(store: Store, clock: Clock) -> Verdict:
     run = RunRecord.from_json(data, f"{store.uri}/{layout.RUN}")
     context = Context(store, clock, Member(0, 0), ExchangeSettings(), run)
     verdict = Verdict(run.run_id, run.rounds)
-    manifest, states = await _oldest_whole(context)
+    oldest = await _whole(context)
+    if oldest is None:
+        raise ConfigurationError(f"{store.uri}: no checkpoint is left to replay from")
+    manifest, states = oldest
     verdict.replayed_from = manifest.round
     commits = await _commits(store, run, verdict)
     applied = {(state.index, state.last_round): state.digest() for state in states}
-    for commit in commits[manifest.round :]:
+    step = OuterStep(run.outer_lr, run.outer_momentum, run.nesterov)
+    round_ = manifest.round
+    while round_ < len(commits):
+        commit = commits[round_]
         state = states[commit.fragment]
         await _compare_round(context, commit, state.digest(), verdict)
         if commit.participants:
             mean = torch.empty(state.numel)
             try:
-                await checkpoint.committed_mean(context, commit, state.layout, Flat([mean]))
+                verdict.differences += await audited_mean(context, commit, state.layout, Flat([mean]))
             except (CorruptObjectError, ObjectMissingError) as problem:
-                verdict.differences.append(f"round {commit.round} can't be replayed: {problem}")
-                return verdict
-            state.apply(mean, OuterStep(run.outer_lr, run.outer_momentum, run.nesterov), commit.round)
-            applied[state.index, commit.round] = state.digest()
+                beyond = await _whole(context, after=round_)
+                goes_on = f"goes on from checkpoint {beyond[0].round}" if beyond else "no checkpoint is beyond it"
+                verdict.gaps.append(f"round {round_} can't be replayed: {problem}: {goes_on}")
+                if beyond is None:
+                    return verdict
+                manifest, states = beyond
+                round_ = manifest.round
+                continue
+            state.apply(mean, step, round_)
+            applied[state.index, round_] = state.digest()
+        round_ += 1
     await _compare_beats(store, applied, run.fragments, verdict)
     result = await read_result(store)
     if result is not None:
@@ -91,13 +107,15 @@ async def verify(store: Store, clock: Clock) -> Verdict:
     return verdict
 
 
-async def _oldest_whole(context: Context) -> tuple[Manifest, list[FragmentState]]:
+async def _whole(context: Context, *, after: int = -1) -> tuple[Manifest, list[FragmentState]] | None:
+    """The oldest confirmed checkpoint beyond a round, of which all is there."""
     async for manifest in checkpoint.confirmed(context, newest_first=False):
-        try:
-            return manifest, await checkpoint.read_states(context, manifest)
-        except ObjectMissingError:
-            continue  # pruned
-    raise ConfigurationError(f"{context.store.uri}: no checkpoint is left to replay from")
+        if manifest.round > after:
+            try:
+                return manifest, await checkpoint.read_states(context, manifest)
+            except ObjectMissingError:
+                continue  # pruned
+    return None
 
 
 async def _commits(store: Store, run: RunRecord, verdict: Verdict) -> list[Commit]:
@@ -159,4 +177,7 @@ def summary(verdict: Verdict) -> Sequence[str]:
     ]
     if verdict.replayed_from:
         lines.append(f"rounds before {verdict.replayed_from} are pruned: their commit records agree on one state each")
-    return [*lines, *verdict.differences, "all replicas held the same bits" if verdict.same else "replicas differed"]
+    end = "all replicas held the same bits"
+    if not verdict.same:
+        end = "replicas differed" if verdict.differences else "the replicas of the other rounds held the same bits"
+    return [*lines, *verdict.gaps, *verdict.differences, end]

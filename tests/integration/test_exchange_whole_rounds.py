@@ -19,6 +19,7 @@ from diloco.exchange.clock import SystemClock
 from diloco.exchange.context import Context
 from diloco.exchange.flat import Flat
 from diloco.exchange.layout import Member
+from diloco.exchange.mean import committed_mean
 from diloco.exchange.records import RunResult
 from diloco.exchange.rounds import NOT_FINITE
 from diloco.exchange.settings import ExchangeSettings
@@ -135,7 +136,7 @@ def test_all_get_the_same_bits_in_few_bits(store_uri: str, codec: str, nearly: f
         assert 0 < np.abs(np.frombuffer(mean, np.float32) - exact).max() < nearly
         await members.corrupt(1)
         with pytest.raises(CorruptObjectError, match="chunk 0 of its payload"):
-            await checkpoint.committed_mean(
+            await committed_mean(
                 members.all[2].context, await members.committed(), "layout", Flat([torch.empty(NUMEL)])
             )
 

@@ -14,9 +14,11 @@ import numpy as np
 import safetensors.torch
 
 from diloco.exchange import codec, layout
+from diloco.exchange.algorithm import shards_of
 from diloco.exchange.records import Commit, Header, Manifest, RunResult
+from diloco.exchange.shards import Division
 from diloco.exchange.state import FragmentState, whole_digest
-from tests.simulation.scenario import kind_of
+from tests.simulation.scenario import CHUNK_BYTES, VALUES, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from tests.simulation.scenario import Scenario
 
 OVERWRITABLE = {"part", "beat", "inner", "report", "error"}
-DELETABLE = {"payload", "header", "part", "inner"}
+DELETABLE = {"payload", "header", "mean", "part", "inner"}
 LR, MOMENTUM = 0.7, 0.9
 
 
@@ -60,6 +62,8 @@ class Oracle:
     """By round; one more than there are commits, once the initial state is agreed on."""
     commits: list[Commit] = field(default_factory=list)
     headers: dict[int, dict[Member, Header]] = field(default_factory=dict)
+    means: dict[int, np.ndarray] = field(default_factory=dict)
+    """Of the committed rounds, as numpy has them."""
     sent: dict[str, bytes] = field(default_factory=dict)
     """Payloads as they were sent, by key."""
     spoilt: set[str] = field(default_factory=set)
@@ -85,12 +89,14 @@ class Oracle:
         kind = kind_of(key)
         if key in self.created:
             # A request may arrive once its round was pruned: an orphan that nobody reads, and the next prune deletes.
-            pruned = late and kind in ("payload", "header") and int(key.split("/")[1]) < self.oldest_kept()
+            pruned = late and kind in ("payload", "header", "mean") and int(key.split("/")[1]) < self.oldest_kept()
             require(pruned, f"{process} creates {key} a second time: it was deleted")
             return
         self.created.add(key)
         if kind == "payload":
             self.sent[key] = data
+        elif kind == "mean":
+            self._mean(process, key, data)
         elif kind == "header":
             self._header(process, Header.from_json(data, key))
         elif kind == "commit":
@@ -173,9 +179,11 @@ class Oracle:
                 and (header.payload, header.weight) == (participant.payload, participant.weight),
                 f"{what} with {participant.member}, whose header says something else",
             )
-            key = layout.payload(commit.round, participant.member)
+            # Of a divided payload the owners of the shards see the chunks, after the commit.
             require(
-                key not in self.spoilt or process.member == participant.member,
+                self.scenario.reduce == "shard"
+                or process.member == participant.member
+                or not self.spoilt.intersection(self.payload_keys(commit.round, participant.member)),
                 f"{what} with {participant.member}, whose payload is corrupt",
             )
         self.commits.append(commit)
@@ -188,13 +196,8 @@ class Oracle:
         """The truth after a round, in numpy: the mean added in rank order, then the outer step."""
         if not commit.participants:
             return truth
-        old = truth.states[commit.fragment]
-        total, mean = sum(p.weight for p in commit.participants), np.zeros(old.numel, np.float32)
-        for number, participant in enumerate(sorted(commit.participants, key=lambda p: p.rank)):
-            data = self.sent[layout.payload(commit.round, participant.member)]
-            share = np.float32(participant.weight / total)
-            term = np.frombuffer(data, np.float32, offset=codec.DATA_OFFSET) * share
-            mean = term if number == 0 else mean + term
+        old, self.means[commit.round] = truth.states[commit.fragment], self._true_mean(commit)
+        mean = self.means[commit.round]
         state, start = old.copy(), 0
         for name in sorted(state.parameters):
             parameter, momentum = state.parameters[name].numpy(), state.momentum[name].numpy()
@@ -207,6 +210,29 @@ class Oracle:
         states, digests = list(truth.states), list(truth.digests)
         states[commit.fragment], digests[commit.fragment] = state, state.digest()
         return Truth(states, digests)
+
+    def _true_mean(self, commit: Commit) -> np.ndarray:
+        total, mean = sum(p.weight for p in commit.participants), np.zeros(0, np.float32)
+        for number, participant in enumerate(sorted(commit.participants, key=lambda p: p.rank)):
+            data = b"".join(self.sent[key] for key in self.payload_keys(commit.round, participant.member))
+            share = np.float32(participant.weight / total)
+            term = np.frombuffer(data, np.float32, offset=codec.DATA_OFFSET) * share
+            mean = term if number == 0 else mean + term
+        return mean
+
+    def payload_keys(self, round_: int, member: Member) -> list[str]:
+        """The objects of a payload, in order."""
+        division = Division(VALUES, "fp32", CHUNK_BYTES, shards_of(self.scenario.reduce, self.scenario.world_size))
+        return [key for key, _, _ in division.parts(round_, member, codec.DATA_OFFSET)]
+
+    def _mean(self, process: Process, key: str, data: bytes) -> None:
+        round_, shard = int(key.split("/")[1]), layout.parse_mean(key)
+        require(round_ in self.means and shard is not None, f"{process} publishes {key} of a round without a commit")
+        values = np.frombuffer(data, np.float32, offset=codec.DATA_OFFSET)
+        owned = Division(VALUES, "fp32", CHUNK_BYTES, self.scenario.world_size).shards[shard or 0]
+        right = values.tobytes() == self.means[round_][owned.start : owned.stop].tobytes()
+        require(right, f"{process} publishes {key}, which is not the mean of the round's payloads")
+        self.seen.add("a mean is published")
 
     def _manifest(self, process: Process, manifest: Manifest) -> None:
         number, what = manifest.round, f"{process} writes checkpoint {manifest.round}"
@@ -265,7 +291,7 @@ class Oracle:
     def _look_for_broken(self) -> None:
         if self.broken_since or not self.spoilt:
             return
-        named = {layout.payload(c.round, p.member) for c in self.commits for p in c.participants}
+        named = {key for c in self.commits for p in c.participants for key in self.payload_keys(c.round, p.member)}
         if named & self.spoilt:
             self.broken_since = self.step
 

@@ -20,6 +20,7 @@ from diloco.exchange.retrying import RetryingStore
 from diloco.exchange.settings import ExchangeSettings
 from diloco.exchange.state import FragmentState, OuterStep, whole_digest
 from tests.simulation.oracle import LR, MOMENTUM, require
+from tests.simulation.scenario import CHUNK_BYTES, SHAPES
 from tests.simulation.store import FaultyStore
 
 if TYPE_CHECKING:
@@ -31,10 +32,6 @@ if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation, Step
 
     T = TypeVar("T")
-
-SHAPES = {"a": (3,), "b": (2, 2)}
-NUMEL = 7
-CHUNK_BYTES = 8
 
 
 class Clock:
@@ -86,6 +83,7 @@ class Process:
         self.clock = Clock(simulation, self.random.uniform(0, 1e6))
         self.settings = ExchangeSettings(
             policy=scenario.policy,
+            reduce=scenario.reduce,
             min_replicas=scenario.min_replicas,
             timeout=scenario.timeout,
             grace=scenario.grace,

@@ -16,6 +16,12 @@ from diloco.exchange import layout
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+SHAPES = {"a": (3,), "b": (2, 2)}
+"""A fragment's parameters."""
+VALUES = 7
+CHUNK_BYTES = 8
+"""Two values: four chunks."""
+
 AT_OPERATION = (
     "kill",  # the process dies before the operation
     "kill-late",  # it dies, and what it had sent arrives seconds later
@@ -36,17 +42,20 @@ IN_ROUND = (
     "nan",  # the pseudo-gradient holds NaN
     "corrupt",  # a bit of the stored payload flips as it is written
     "rot",  # a bit of the stored payload flips once the round is committed
+    "rot-mean",  # a bit of a stored mean flips as it is published
     "slow",  # the inner steps take some seconds longer
     "again",  # the caller exchanges the same round twice
 )
 CREATES = ("lost", "unsent", "late", "duplicate")
 
 POINTS = (
-    *(("create", kind) for kind in ("claim", "run", "manifest", "payload", "header", "commit", "result")),
+    *(("create", kind) for kind in ("claim", "run", "manifest", "payload", "header", "commit", "mean", "result")),
     ("write", "part"),
     ("read", "payload"),
     ("read", "part"),
     ("read", "commit"),
+    ("read", "mean"),
+    ("list", "means"),
     ("list", "headers"),
     ("list", "claims"),
     ("delete", "payload"),
@@ -59,8 +68,13 @@ def kind_of(key: str) -> str:
     """What an object is, from its key."""
     head, _, rest = key.partition("/")
     if head == "rounds":
-        part = rest[9:10]
-        return {"p": "payload", "h": "header" if rest.endswith(".json") else "headers", "": "rounds"}[part]
+        part, listed = rest[9:10], rest.endswith("/")
+        return {
+            "p": "payloads" if listed else "payload",
+            "h": "headers" if listed else "header",
+            "m": "means" if listed else "mean",
+            "": "rounds",
+        }[part]
     if head == "checkpoints":
         return "manifest" if rest.endswith("manifest.json") else "part" if rest else "checkpoints"
     if head == "members":
@@ -101,6 +115,7 @@ class Scenario:
 
     seed: int
     policy: Literal["strict", "skip"] = "skip"
+    reduce: Literal["gather", "shard"] = "gather"
     world_size: int = 3
     rounds: int = 3
     fragments: int = 1
@@ -123,8 +138,9 @@ class Scenario:
     faults: tuple[Fault, ...] = ()
 
     def __str__(self) -> str:
+        joiner = " and a joiner" if self.joins is not None else ""
         shape = (
-            f"{self.policy}, {self.world_size} replicas{' and a joiner' if self.joins is not None else ''}, "
+            f"{self.policy}, {self.reduce}, {self.world_size} replicas{joiner}, "
             f"min_replicas {self.min_replicas}, {self.rounds} rounds, {self.fragments} fragment(s), "
             f"a checkpoint every {self.checkpoint_every}"
         )
@@ -213,6 +229,7 @@ def scenario(seed: int) -> Scenario:
         inner=draw.random() < 0.2,
         joins=draw.uniform(0, 4) if policy == "skip" and draw.random() < 0.15 else None,
         faults=tuple(faults),
+        reduce=draw.choice(("gather", "gather", "shard")),
     )
 
 
@@ -253,6 +270,7 @@ def storm(seed: int) -> Scenario:
         inner=draw.random() < 0.5,
         joins=draw.uniform(0, 9) if policy == "skip" and draw.random() < 0.3 else None,
         faults=tuple(faults),
+        reduce=draw.choice(("gather", "gather", "shard")),
     )
 
 

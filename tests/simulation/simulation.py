@@ -309,19 +309,26 @@ class Simulation(World):
             round_ = int(key.split("/")[1])
             if self.strikes("corrupt", process.rank, round_):
                 self._spoil(key)
+        if kind == "mean" and self.strikes("rot-mean", process.rank, int(key.split("/")[1])):
+            self._flip_bit(key)
         if kind == "commit":
             commit = self.oracle.commits[-1]
             for participant in commit.participants:
                 if self.strikes("rot", participant.rank, commit.round):
-                    self._spoil(layout.payload(commit.round, participant.member))
+                    self._spoil(self.random.choice(self.oracle.payload_keys(commit.round, participant.member)))
 
     def _spoil(self, key: str) -> None:
         if key in self.memory._objects:
-            data = bytearray(self.memory._objects[key])
-            place = self.random.randrange(codec.DATA_OFFSET, len(data))
-            data[place] ^= 1 << self.random.randrange(8)
-            self.memory._objects[key] = bytes(data)
+            self._flip_bit(key)
             self.oracle.spoil(key)
+
+    def _flip_bit(self, key: str) -> None:
+        data = bytearray(self.memory._objects[key])
+        part = layout.parse_part(key)
+        framed = part is None or part[1] == 0
+        place = self.random.randrange(codec.DATA_OFFSET if framed else 0, len(data))
+        data[place] ^= 1 << self.random.randrange(8)
+        self.memory._objects[key] = bytes(data)
 
 
 @contextmanager

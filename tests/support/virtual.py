@@ -206,7 +206,9 @@ def member_context(
         store=VirtualStore(world, store),
         clock=world,
         member=Member(rank, attempt),
-        settings=ExchangeSettings.model_validate({"policy": run.policy, "codec": run.codec} | settings),
+        settings=ExchangeSettings.model_validate(
+            {"policy": run.policy, "codec": run.codec, "reduce": run.reduce, "mean_codec": run.mean_codec} | settings
+        ),
         run=run,
         jitter=random.Random(world.random.random()),
     )

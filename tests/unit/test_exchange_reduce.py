@@ -16,6 +16,7 @@ from diloco.exchange.formats import CODECS
 from diloco.exchange.layout import Member
 from diloco.exchange.records import Participant, Payload
 from diloco.exchange.reduce import BadPayloadError, check_payload, gather_mean, shares
+from diloco.exchange.shards import Division
 from diloco.exchange.stores import MemoryStore
 from tests.support.stores import RecordingStore
 from tests.support.virtual import World
@@ -42,7 +43,8 @@ def mean(
     store: Store, participants: list[Participant], own: tuple[Member, bytearray] | None = None, numel: int = NUMEL
 ) -> torch.Tensor:
     out = torch.full((numel,), torch.nan)
-    World().complete(gather_mean(store, 3, participants, own=own, out=Flat([out])))
+    division = Division(numel, participants[0].payload.codec, CHUNK, shards=1)
+    World().complete(gather_mean(store, 3, participants, division, own=own, out=Flat([out])))
     return out
 
 
