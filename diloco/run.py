@@ -151,6 +151,7 @@ class _Launch:
         self._handles: dict[int, ReplicaHandle] = {}
         self._results: dict[int, ReplicaResult] = {}  # how each rank's last process ended
         self._notes: dict[int, str] = {}
+        self._undecided: set[int] = set()  # ranks that have ended, of which it is not said yet what follows
         self._earlier: frozenset[Member] = frozenset()  # of earlier launches
         self._beats: dict[int, Beat] = {}
         self._outdated: dict[int, int] = {}  # the attempt before a rank's last restart
@@ -179,6 +180,7 @@ class _Launch:
             # Blocking on purpose: a task that is being cancelled must not return before the replicas are gone.
             self._executor.cancel(list(self._handles.values()))
         await self._see_who_ended()
+        self._undecided.clear()
         await self._observe()
         return problem
 
@@ -240,6 +242,7 @@ class _Launch:
         polled = await asyncio.to_thread(self._executor.poll, self._running())
         self._handles |= {handle.rank: handle for handle in polled}
         ended = [handle for handle in polled if handle.has_ended]
+        self._undecided |= {handle.rank for handle in ended}
         if not ended:
             return []
         results = await asyncio.to_thread(self._executor.collect, ended, timeout=_COLLECT_SECONDS)
@@ -253,6 +256,7 @@ class _Launch:
         decision = self._supervisor.decide(result.rank, code, error, time.monotonic())
         if decision.action in ("relaunch", "fenced", "out"):
             self._notes[result.rank] = decision.text
+        self._undecided.discard(result.rank)
         self._show()
 
     def _kept(self, result: ReplicaResult) -> ReplicaResult:
@@ -325,10 +329,11 @@ class _Launch:
     def _status(self, handle: ReplicaHandle) -> ReplicaStatus:
         rank, beat = handle.rank, self._beats.get(handle.rank)
         state = self._supervisor.state(rank)
+        undecided = rank in self._undecided
         return ReplicaStatus(
             rank=rank,
-            status=handle.status,
-            exit_code=handle.exit_code,
+            status="running" if undecided else handle.status,
+            exit_code=None if undecided else handle.exit_code,
             beat=beat if beat is not None and beat.attempt > self._outdated.get(rank, 0) else None,
             restarts=self._supervisor.restarts(rank),
             supervision="fenced" if state == "fenced" else "restarting" if state == "waiting" else None,

@@ -77,12 +77,12 @@ def test_environment_user_and_exit_code_are_the_pods(cluster: Cluster, namespace
 def test_the_root_is_read_only_and_volumes_are_not(cluster: Cluster, namespace: str) -> None:
     script = """
         for path in /here /usr/here /opt/ml/code/here /root/here; do touch $path 2>/dev/null && echo "wrote $path"; done
-        touch /tmp/here /dev/shm/here && ls /tmp && grep -E '^(CapBnd|NoNewPrivs)' /proc/self/status
+        touch /tmp/here /dev/shm/here && ls -d /tmp/here && grep -E '^(CapBnd|NoNewPrivs)' /proc/self/status
         df --output=fstype /dev/shm | tail -1
     """
     mounts = [{"name": "tmp", "mountPath": "/tmp"}, {"name": "shm", "mountPath": "/dev/shm"}]  # noqa: S108
     code, log = run(cluster, namespace, script, volumeMounts=mounts)
-    assert (code, log.split()) == (0, ["here", "CapBnd:", "0" * 16, "NoNewPrivs:", "1", "tmpfs"])
+    assert (code, log.split()) == (0, ["/tmp/here", "CapBnd:", "0" * 16, "NoNewPrivs:", "1", "tmpfs"])
 
 
 def test_deletion_is_sigterm_and_after_the_grace_period_sigkill(cluster: Cluster, namespace: str) -> None:

@@ -289,7 +289,7 @@ def test_a_restart_is_told_in_a_line_and_in_the_document(launch: Launch) -> None
     done = launch.run("patient", "crash,late")
     assert done.returncode == 0, done.stderr
     assert [line["restarts"] for line in json.loads(done.stdout)["replicas"]] == [0, 1]
-    assert "rank 1: restart 1 of 3 in 0 s: exit code 137: killed by SIGKILL" in done.stderr.splitlines()
+    assert "rank 1: restart 1 of 3 in 0 s: exit code 137: killed by SIGKILL" in done.stderr.splitlines(), done.stderr
     assert "restarts       rank 1: 1" in [line.rstrip() for line in done.stderr.splitlines()]
 
 

@@ -16,12 +16,14 @@ from diloco.executors.base import ReplicaHandle
 from diloco.preflight import preflight
 from diloco.run import _without_adopted, run_replicas
 from diloco.spec import new_run_id, spec_record
+from diloco.status import RunStatus
 from tests.support.standin_replica import executor, run, settings
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from diloco.status import RunStatus
+    from diloco.executors.base import ReplicaResult
 
 
 @pytest.mark.parametrize(
@@ -224,6 +226,23 @@ def test_exit_code_zero_is_no_result(tmp_path: Path) -> None:
     report = run(tmp_path, "no-result", "no-result")
     assert (report.status, report.error) == ("failed", "the replicas ended without a result")
     assert [line.status for line in report.replicas] == ["succeeded", "succeeded"]
+
+
+def test_a_replica_is_not_shown_as_failed_before_it_is_decided_what_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher, seen = executor(tmp_path), list[RunStatus]()
+    collect = launcher.collect
+
+    def slowly(handles: Sequence[ReplicaHandle], *, timeout: float | None = None) -> list[ReplicaResult]:
+        time.sleep(0.5)  # meanwhile the status is shown several times
+        return collect(handles, timeout=timeout)
+
+    monkeypatch.setattr(launcher, "collect", slowly)
+    report = run(tmp_path, "patient", "crash,late", max_restarts=1, it=launcher, on_status=seen.append)
+    assert report.replicas[1].restarts == 1
+    told = {(replica.supervision, replica.note) for status in seen for replica in status.replicas if replica.exit_code}
+    assert told == {("restarting", "restart 1 of 1 in 0 s: exit code 137: killed by SIGKILL")}
 
 
 def test_beats_of_an_earlier_launch_are_not_shown(tmp_path: Path) -> None:
