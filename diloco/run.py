@@ -171,6 +171,7 @@ class _Launch:
         watching: asyncio.Task[None] | None = None
         try:
             self._handles = {handle.rank: handle for handle in await self._start(self._specs)}
+            self._supervisor.launched(time.monotonic())
             self._earlier = _without_adopted(self._earlier, self._handles)
             watching = asyncio.create_task(self._watch())
             problem = await self._until_ended([beating, watching])

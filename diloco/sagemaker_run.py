@@ -78,7 +78,7 @@ def storage_options(outputs: StackOutputs) -> dict[str, Any]:
 
 def pace(replicas: int) -> Pace:
     """How often a launcher looks: jobs come and go in minutes, and AWS counts calls."""
-    return Pace(processes=1.0, status=max(2.0, replicas / 4), restarts=Backoff(first=5.0, most=300.0))
+    return Pace(processes=1.0, status=max(2.0, replicas / 4), restarts=Backoff(first=5.0, most=300.0, well=900.0))
 
 
 def describe_every(replicas: int) -> float:
@@ -114,7 +114,7 @@ async def restore(outputs: StackOutputs, run_id: str, job: Mapping[str, Any] | N
         **spec.model_dump(include={*RunSettings.model_fields} & {*SpecRecord.model_fields}),
         rendezvous=outputs.rendezvous_uri,
         output=None if output is None else output.removesuffix(f"/{run_id}"),
-        exchange=exchange.model_copy(update={"output_uri": None, "codec": spec.codec}),
+        exchange=exchange.model_copy(update={"output_uri": None} | spec.wire),
     )
     resources, stopping = job["ResourceConfig"], job["StoppingCondition"]
     preferences = [entry["InstanceType"] for entry in resources.get("InstancePreferences", ())]
@@ -197,7 +197,7 @@ async def report_of(
     settings = RunSettings.checked(
         **spec.model_dump(include={*RunSettings.model_fields} & {*SpecRecord.model_fields}),
         rendezvous=outputs.rendezvous_uri,
-        exchange={"policy": spec.policy, "codec": spec.codec},
+        exchange={"policy": spec.policy} | spec.wire,
     )
     store = open_run(outputs, run_id)
     try:

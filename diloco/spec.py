@@ -195,6 +195,8 @@ def spec_record(settings: RunSettings) -> SpecRecord:
         policy=settings.policy,
         min_replicas=settings.min_replicas,
         codec=settings.exchange.codec,
+        reduce=settings.exchange.reduce,
+        mean_codec=settings.exchange.mean_codec,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from diloco.exchange.records import OnceRecord
+from diloco.exchange.settings import CodecName, ReduceName  # noqa: TC001 - pydantic looks at them
 
 SCHEDULE = ("steps", "sync_every", "fragments", "sync_delay", "seed")
 """Settings that every trainer gets as keyword arguments."""
@@ -22,10 +23,17 @@ class SpecRecord(OnceRecord):
     seed: int
     policy: Literal["strict", "skip"]
     min_replicas: int
-    codec: str
+    codec: CodecName
+    reduce: ReduceName
+    mean_codec: CodecName
     trainer_module: str
     trainer_fn: str
     trainer_kwargs: dict[str, Any]
+
+    @property
+    def wire(self) -> dict[str, str]:
+        """How the exchange sends, as its settings."""
+        return {"codec": self.codec, "reduce": self.reduce, "mean_codec": self.mean_codec}
 
     def first_difference(self, other: SpecRecord) -> tuple[str, Any, Any] | None:
         """Return the first setting that differs, by its option's name, with the other's value and mine."""

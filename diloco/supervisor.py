@@ -33,14 +33,14 @@ _HOPELESS = (ExitCode.BAD_CONFIGURATION, ExitCode.USAGE)
 
 @dataclass(frozen=True)
 class Backoff:
-    """Seconds before a restart: `first`, doubled each time, at most `most`, up to a quarter less by chance. After a
-    process that lived for `well` seconds it begins at `first` again: that one was interrupted, it does not crash in a
-    loop.
+    """Seconds before a restart: `first`, doubled each time, at most `most`, up to a quarter less by chance. One that
+    lived for `well` seconds was interrupted, and does not crash in a loop: it is restarted at once, and the next time
+    counts as the first.
     """
 
     first: float = 1.0
     most: float = 30.0
-    well: float = 60.0
+    well: float = 30.0
 
     def seconds(self, restart: int, chance: random.Random) -> float:
         """How long to wait before that restart in a row; they count from 1."""
@@ -63,9 +63,9 @@ class _Rank:
     state: State = "running"
     restarts: int = 0
     in_a_row: int = 0
-    """Restarts since a process lived well."""
+    """Restarts after which its process did not live well, since the last that did."""
     started: float = math.inf
-    """When its last restart began."""
+    """When its process was started; after `now` for ever if that is not known."""
     at: float = 0.0
     ended: str = ""
     """How its last process ended, for people."""
@@ -91,6 +91,11 @@ class Supervisor:
     def __post_init__(self) -> None:
         self._ranks = {rank: _Rank() for rank in self.ranks}
 
+    def launched(self, now: float) -> None:
+        """All ranks' first processes have been started."""
+        for it in self._ranks.values():
+            it.started = now
+
     def decide(self, rank: int, exit_code: int | None, error: str | None, now: float) -> Decision:
         """Take note of how a rank's process ended, and say what follows. `exit_code` is None where there is none."""
         it = self._ranks[rank]
@@ -106,9 +111,9 @@ class Supervisor:
             it.state = "out"
             self.hopeless = self.hopeless or it.ended
         elif it.restarts < self.max_restarts:
-            if now - it.started >= self.backoff.well:
-                it.in_a_row = 0
             wait = self.backoff.seconds(it.in_a_row + 1, self.chance)
+            if now - it.started >= self.backoff.well:
+                it.in_a_row, wait = -1, 0.0
             it.state, it.at = "waiting", now + wait
             return Decision(
                 "relaunch", f"restart {it.restarts + 1} of {self.max_restarts} in {wait:.0f} s: {why}", it.at

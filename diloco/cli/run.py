@@ -49,6 +49,14 @@ class Codec(StrEnum):
     int4 = "int4"
 
 
+class Reduce(StrEnum):
+    """Who averages what."""
+
+    auto = "auto"
+    gather = "gather"
+    shard = "shard"
+
+
 @app.command()
 def run(
     replicas: Annotated[int, typer.Option(help="Independent replicas of the model.")],
@@ -79,6 +87,11 @@ def run(
         typer.Option(help="Replicas that a round needs under skip.  [default: a majority]", show_default=False),
     ] = None,
     codec: Annotated[Codec, typer.Option(help="Wire format of pseudo-gradients.")] = Codec.fp32,
+    reduce: Annotated[
+        Reduce,
+        typer.Option(help="gather: each replica averages all payloads; shard: a part of them; auto: what is faster."),
+    ] = Reduce.auto,
+    mean_codec: Annotated[Codec, typer.Option(help="Wire format of the means of --reduce shard.")] = Codec.fp32,
     timeout: Annotated[
         float, typer.Option(help="Seconds until a round that is not committed ends a replica.")
     ] = 1800.0,
@@ -202,6 +215,8 @@ def run(
             "policy": policy.value,
             "min_replicas": min_replicas,
             "codec": codec.value,
+            "reduce": reduce.value,
+            "mean_codec": mean_codec.value,
             "timeout": timeout,
             "grace": grace,
             "checkpoint_every": checkpoint_every,

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 CodecName = Literal["fp32", "bf16", "int8", "int4"]
+ReduceName = Literal["auto", "gather", "shard"]
 
 
 class ExchangeSettings(BaseModel):
@@ -22,7 +23,7 @@ class ExchangeSettings(BaseModel):
     """Contributions with one base digest that a commit needs; None: a majority of the world size."""
     codec: CodecName = "fp32"
     """Wire format of the pseudo-gradients; int8 and int4 carry their rounding error over to the next round."""
-    reduce: Literal["auto", "gather", "shard"] = "auto"
+    reduce: ReduceName = "auto"
     """gather: every replica averages all payloads. shard: each averages a part of them, and reads the others' parts:
     fewer bytes, more requests. auto: what the first replica's link to the store makes faster.
     """

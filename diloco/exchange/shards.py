@@ -16,10 +16,6 @@ if TYPE_CHECKING:
 
     from diloco.exchange.records import RunRecord
 
-MOST_OWNERS = 16
-"""Shards of a small fragment: each costs every replica two requests a round, so that requests grow with the replicas
-and not with their square.
-"""
 SHARD_BYTES = 64 * 2**20
 """The fp32 mean of one shard is at most about so large: an owner holds it encoded while it publishes it."""
 

@@ -82,7 +82,8 @@ def test_the_root_is_read_only_and_volumes_are_not(cluster: Cluster, namespace: 
     """
     mounts = [{"name": "tmp", "mountPath": "/tmp"}, {"name": "shm", "mountPath": "/dev/shm"}]  # noqa: S108
     code, log = run(cluster, namespace, script, volumeMounts=mounts)
-    assert (code, log.split()) == (0, ["/tmp/here", "CapBnd:", "0" * 16, "NoNewPrivs:", "1", "tmpfs"])
+    assert code == 0
+    assert log.split() == ["/tmp/here", "CapBnd:", "0" * 16, "NoNewPrivs:", "1", "tmpfs"]  # noqa: S108
 
 
 def test_deletion_is_sigterm_and_after_the_grace_period_sigkill(cluster: Cluster, namespace: str) -> None:

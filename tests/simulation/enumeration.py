@@ -22,6 +22,7 @@ from tests.simulation.scenario import Scenario, kind_of
 from tests.simulation.simulation import Simulation, simulate
 
 if TYPE_CHECKING:
+    from diloco.exchange.round_cost import Algorithm
     from tests.simulation.process import Process
     from tests.simulation.simulation import Step
 
@@ -82,7 +83,7 @@ class Planned(Simulation):
     def _visible(self, operation: str, key: str) -> bool:
         kind = kind_of(key)
         if operation == "list":
-            return kind in ("headers", "checkpoints")
+            return kind in ("headers", "means", "checkpoints")
         if operation == "read":
             return key not in self.memory._objects
         return kind not in PRIVATE
@@ -95,11 +96,12 @@ class Planned(Simulation):
             await self.sleep(math.inf)
 
 
-def small(policy: Literal["strict", "skip"]) -> Scenario:
+def small(policy: Literal["strict", "skip"], reduce: Algorithm = "gather") -> Scenario:
     """Two replicas, two rounds, a checkpoint between them. Under `skip` either may go on alone."""
     return Scenario(
         seed=0,
         policy=policy,
+        reduce=reduce,
         world_size=2,
         min_replicas=2 if policy == "strict" else 1,
         rounds=2,

@@ -5,7 +5,19 @@ from __future__ import annotations
 import re
 
 from diloco import supervisor
-from diloco.exchange import allreduce, checkpoint, codec, ending, layout, membership, pruning, reduce, replica, rounds
+from diloco.exchange import (
+    allreduce,
+    checkpoint,
+    codec,
+    ending,
+    layout,
+    membership,
+    pruning,
+    reduce,
+    replica,
+    rounds,
+    sharded,
+)
 from diloco.exchange import store as store_module
 from diloco.exchange.records import Record
 from diloco.exchange.state import FragmentState
@@ -14,6 +26,7 @@ from tests.simulation.mutation import Edit, Mutant, Wrap
 
 ALLREDUCE = allreduce.ObjectStoreAllReduce
 REPLICA = replica.Replica
+SHARDED = sharded.ShardedMean
 MINE = "return stored == body, stored"
 GROUP = "groups[header.base_digest] += header.member not in rejected"
 
@@ -107,8 +120,8 @@ MUTANTS = (
         "payloads and headers are created once",
         (
             Edit(
-                ALLREDUCE,
-                "_create_payload",
+                store_module,
+                "create_same",
                 ("if await store.create(key, data):", "if await store.write(key, data) is None:"),
             ),
         ),
@@ -128,13 +141,8 @@ MUTANTS = (
             Edit(
                 reduce,
                 "gather_mean",
-                ("zip(plans, shares([p.weight for p in participants]), strict=True)", "pairs"),
-                (
-                    "    try:",
-                    """    pairs = list(zip(plans, shares([p.weight for p in participants])))
-    pairs.sort(key=lambda pair: own is None or pair[0].member != own[0])
-    try:""",
-                ),
+                ("    plans =", "    each.sort(key=lambda pair: own is None or pair[0].member != own[0])\n    plans ="),
+                ("plan.member == participants[0].member", "plan.member == each[0][0].member"),
             ),
         ),
     ),
@@ -143,6 +151,24 @@ MUTANTS = (
         "a payload's bytes are verified before it is named",
         (Wrap(codec, "digest", lambda _: lambda _data: "0" * 64),),
         budget=1000,
+    ),
+    Mutant(
+        "a payload of a sharded reduction is not checked",
+        "its owner checks each chunk of a shard",
+        (Wrap(codec, "digest", lambda _: lambda _data: "0" * 64),),
+        "sharded",
+    ),
+    Mutant(
+        "a mean is not checked",
+        "a mean has the digest that it promises",
+        (Edit(SHARDED, "_take", ("if held is not None and promised == held:", "if held is not None:")),),
+        "sharded",
+    ),
+    Mutant(
+        "one's own bits instead of the stored mean",
+        "the stored mean is the truth",
+        (Edit(SHARDED, "_publish", ("if not await create_same(", "if await create_same(")),),
+        "two_owners",
     ),
     Mutant(
         "a create that met an object is never mine",
@@ -165,7 +191,7 @@ MUTANTS = (
     Mutant(
         "a payload whose answer was lost is not mine",
         "after a lost answer the object is mine if the nonce is mine",
-        (Edit(ALLREDUCE, "_create_payload", ("== frame", "== b''")),),
+        (Edit(store_module, "create_same", ("await _holds(store, key, memoryview(data)[:nonce_in])", "False")),),
         budget=1000,
     ),
     Mutant(

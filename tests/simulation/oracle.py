@@ -14,8 +14,8 @@ import numpy as np
 import safetensors.torch
 
 from diloco.exchange import codec, layout
-from diloco.exchange.algorithm import shards_of
 from diloco.exchange.records import Commit, Header, Manifest, RunResult
+from diloco.exchange.round_cost import shards_of
 from diloco.exchange.shards import Division
 from diloco.exchange.state import FragmentState, whole_digest
 from tests.simulation.scenario import CHUNK_BYTES, VALUES, kind_of
@@ -189,6 +189,8 @@ class Oracle:
         self.commits.append(commit)
         self.seen |= {f"left out: {out.reason.split(':')[0].split(',')[0]}" for out in commit.left_out}
         self.seen |= {"an empty round"} if not commit.participants else set()
+        if commit.participants:
+            self.means[commit.round] = self._true_mean(commit)
         self.truth.append(self._after(truth, commit))
         self._look_for_broken()
 
@@ -196,8 +198,7 @@ class Oracle:
         """The truth after a round, in numpy: the mean added in rank order, then the outer step."""
         if not commit.participants:
             return truth
-        old, self.means[commit.round] = truth.states[commit.fragment], self._true_mean(commit)
-        mean = self.means[commit.round]
+        old, mean = truth.states[commit.fragment], self.means[commit.round]
         state, start = old.copy(), 0
         for name in sorted(state.parameters):
             parameter, momentum = state.parameters[name].numpy(), state.momentum[name].numpy()
@@ -230,8 +231,13 @@ class Oracle:
         require(round_ in self.means and shard is not None, f"{process} publishes {key} of a round without a commit")
         values = np.frombuffer(data, np.float32, offset=codec.DATA_OFFSET)
         owned = Division(VALUES, "fp32", CHUNK_BYTES, self.scenario.world_size).shards[shard or 0]
-        right = values.tobytes() == self.means[round_][owned.start : owned.stop].tobytes()
-        require(right, f"{process} publishes {key}, which is not the mean of the round's payloads")
+        if values.tobytes() != self.means[round_][owned.start : owned.stop].tobytes():
+            wrong = key in process.wrong_means
+            require(wrong, f"{process} publishes {key}, which is not the mean of the round's payloads")
+            # What is stored is the truth: nobody can have applied the round without it.
+            require(len(self.commits) == round_ + 1, f"{key} comes when round {len(self.commits) - 1} is committed")
+            self.means[round_][owned.start : owned.stop] = values
+            self.truth[round_ + 1] = self._after(self.truth[round_], self.commits[round_])
         self.seen.add("a mean is published")
 
     def _manifest(self, process: Process, manifest: Manifest) -> None:

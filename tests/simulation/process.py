@@ -105,6 +105,8 @@ class Process:
         self.problem: BaseException | None = None
         self.exit_code: int | None = None
         self.effects = 0
+        self.wrong_means: set[str] = set()
+        """Keys of the means of which it had a bit wrong."""
         self.turn_began = 0
         self.tainted = self.was_tainted = False
         """A fault has changed its state: it may differ from the truth until it has loaded it again. A checkpoint of

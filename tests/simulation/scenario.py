@@ -7,7 +7,7 @@ A :class:`Fault` strikes once. Those of :data:`AT_OPERATION` strike at a store o
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
@@ -43,6 +43,7 @@ IN_ROUND = (
     "corrupt",  # a bit of the stored payload flips as it is written
     "rot",  # a bit of the stored payload flips once the round is committed
     "rot-mean",  # a bit of a stored mean flips as it is published
+    "wrong-mean",  # a bit of a shard's mean flips as it is averaged
     "slow",  # the inner steps take some seconds longer
     "again",  # the caller exchanges the same round twice
 )
@@ -338,6 +339,23 @@ def lone_starter(seed: int) -> Scenario:
     """One replica starts long before the others, which are then no longer waited for."""
     faults = tuple(Fault("pause", rank, seconds=30.0) for rank in range(3) if rank != seed % 3)
     return Scenario(seed, rounds=2, faults=faults)
+
+
+@special
+def sharded(seed: int) -> Scenario:
+    """The mix, all by sharded reduction, with something wrong about a payload or a mean."""
+    draw = random.Random(seed)
+    kind = draw.choice(("corrupt", "rot", "rot-mean", "rot-mean"))
+    faults = (Fault(kind, draw.randrange(3), round=draw.randrange(2)), *scenario(seed).faults[:1])
+    return replace(scenario(seed), reduce="shard", world_size=3, min_replicas=2, policy="skip", faults=faults)
+
+
+@special
+def two_owners(seed: int) -> Scenario:
+    """An owner stops just before it publishes; whoever averages its shard meanwhile has a bit wrong."""
+    wrong = tuple(Fault("wrong-mean", rank, round=0) for rank in (0, 1))
+    stops = Fault("pause", 2, "create", "mean", seconds=40.0)
+    return Scenario(seed, reduce="shard", policy="strict", training=0.2, faults=(stops, *wrong))
 
 
 @special

@@ -8,10 +8,10 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from tests.simulation.enumeration import Kill, explore, small
-from tests.simulation.scenario import SPECIAL
+from tests.simulation.enumeration import Kill, explore
+from tests.simulation.scenario import SPECIAL, Scenario
 from tests.simulation.simulation import simulate
 
 if TYPE_CHECKING:
@@ -64,11 +64,11 @@ def search(name: str, first: int, last: int) -> Found:
     return found
 
 
-def enumerate_all(policy: Literal["strict", "skip"], kills: Sequence[Kill | None], most: int) -> Found:
-    """Every schedule of the small run with at most `most` deviations and one of these kills, on all cores."""
+def enumerate_all(run: Scenario, kills: Sequence[Kill | None], most: int) -> Found:
+    """Every schedule of a run with at most `most` deviations and one of these kills, on all cores."""
     found = Found()
     with _pool() as pool:
-        for count, violations in pool.map(explore, [small(policy)] * len(kills), kills, [most] * len(kills)):
+        for count, violations in pool.map(explore, [run] * len(kills), kills, [most] * len(kills)):
             found.add(Found(count, violations))
     return found
 

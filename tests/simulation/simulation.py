@@ -13,6 +13,7 @@ import traceback
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 
@@ -28,16 +29,20 @@ from diloco.errors import (
     StoreUnreachableError,
 )
 from diloco.exchange import codec, layout
+from diloco.exchange.retrying import RetryingStore
+from diloco.exchange.sharded import ShardedMean
 from diloco.exchange.stores import MemoryStore
 from diloco.supervisor import Backoff, Supervisor
 from tests.simulation.oracle import Oracle, Violation, require
 from tests.simulation.process import Process
 from tests.simulation.scenario import IN_ROUND, Fault, Scenario, kind_of
+from tests.simulation.store import FaultyStore
 from tests.support.virtual import Task, World
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator
 
+    from diloco.exchange.shards import Shard
     from diloco.exchange.state import FragmentState
 
 MOST_STEPS = 40_000
@@ -331,6 +336,24 @@ class Simulation(World):
         self.memory._objects[key] = bytes(data)
 
 
+_averaged = ShardedMean._averaged
+
+
+async def _averaged_or_wrong(self: ShardedMean, shard: Shard) -> codec.Encoded:
+    """What a replica averages, on a machine that may have a bit wrong."""
+    encoded = await _averaged(self, shard)
+    store = self._context.store
+    process = (
+        store._inner._process if isinstance(store, RetryingStore) and isinstance(store._inner, FaultyStore) else None
+    )
+    if process is not None and process.simulation.strikes("wrong-mean", process.rank, self._commit.round):
+        process.wrong_means.add(layout.mean(self._commit.round, shard.index))
+        values = self._out.views(shard.start, shard.stop)
+        values[0][0] += 1.0
+        return codec.encode_mean(values, self._codec, round_=self._commit.round, shard=shard.index)
+    return encoded
+
+
 @contextmanager
 def repeatable() -> Iterator[None]:
     """One thread, and nothing is logged."""
@@ -338,7 +361,8 @@ def repeatable() -> Iterator[None]:
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     try:
-        yield
+        with mock.patch.object(ShardedMean, "_averaged", _averaged_or_wrong):
+            yield
     finally:
         logging.disable(before)
 

@@ -106,32 +106,28 @@ def test_a_rank_is_relaunched_later_each_time_and_then_given_up() -> None:
         assert it.due(at) == []
         assert it.state(1) == "running"
         waits.append(at - now)
-        now = at + 59
+        now = at + 29
     assert waits == [1.0, 2.0, 4.0]
     last = it.decide(1, 137, "killed", now)
     assert (last.action, last.text) == ("fail", "rank 1 ended with exit code 137: killed (restarted 3 times)")
     assert it.due(1e9) == []
 
 
-def test_after_a_process_that_lived_well_the_back_off_begins_anew() -> None:
-    it = supervisor()
+def test_one_that_lived_well_is_restarted_at_once_and_then_the_back_off_begins_anew() -> None:
+    it = supervisor(max_restarts=9)
+    it.launched(0.0)
     now, waits = 0.0, []
-    for lived in (5.0, 5.0, 60.0):
+    for lived in (29.0, 5.0, 30.0, 5.0, 5.0, 3600.0):
+        now += lived
         at = it.decide(1, 137, "killed", now).at
         assert at is not None
         it.relaunched(1, at)
         waits.append(at - now)
-        now = at + lived
-    last = it.decide(1, 137, "killed", now)
-    assert last.action == "fail", "it was restarted three times all the same"
-    assert waits == [1.0, 2.0, 4.0]
-    calm = supervisor(max_restarts=9)
-    for expected in (1.0, 2.0, 1.0, 2.0):
-        at = calm.decide(1, 137, "killed", now).at
-        assert at is not None
-        assert at - now == expected
-        calm.relaunched(1, at)
-        now = at + (60.0 if expected == 2.0 else 59.0)
+        now = at
+    assert waits == [1.0, 2.0, 0.0, 1.0, 2.0, 0.0]
+    out = supervisor(max_restarts=0)
+    out.launched(0.0)
+    assert out.decide(1, 137, "killed", 3600.0).action == "fail", "it may not be restarted all the same"
 
 
 def test_restarts_are_counted_for_each_rank_alone() -> None:
