@@ -352,8 +352,10 @@ def sharded(seed: int) -> Scenario:
 
 @special
 def two_owners(seed: int) -> Scenario:
-    """An owner stops just before it publishes; whoever averages its shard meanwhile has a bit wrong."""
-    wrong = tuple(Fault("wrong-mean", rank, round=0) for rank in (0, 1))
+    """An owner stops just before it publishes; whoever averages its shard meanwhile has a bit wrong, and had one in
+    its own.
+    """
+    wrong = tuple(Fault("wrong-mean", rank, round=0) for rank in (0, 0, 1, 1))
     stops = Fault("pause", 2, "create", "mean", seconds=40.0)
     return Scenario(seed, reduce="shard", policy="strict", training=0.2, faults=(stops, *wrong))
 

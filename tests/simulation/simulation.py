@@ -316,6 +316,8 @@ class Simulation(World):
                 self._spoil(key)
         if kind == "mean" and self.strikes("rot-mean", process.rank, int(key.split("/")[1])):
             self._flip_bit(key)
+            if key in process.wrong_means:  # nor can anybody average it again to these bits
+                self.oracle.broken_since = self.oracle.step
         if kind == "commit":
             commit = self.oracle.commits[-1]
             for participant in commit.participants:
