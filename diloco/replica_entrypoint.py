@@ -12,7 +12,37 @@ are those of :class:`diloco.errors.ExitCode`; the last line on stderr of a proce
 error: `.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING, NoReturn
+
+from diloco.errors import ConfigurationError, DilocoError, ExitCode, ObjectMissingError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+_STOPPED = "stopped by a signal; start the run again with the same run id to go on"
+
+
+def _end(_number: int, _frame: FrameType | None) -> NoReturn:
+    """End at once: nothing is begun yet, and an exception could get lost in somebody's import."""
+    os.write(2, f"diloco: error: {_STOPPED}\n".encode())
+    os._exit(ExitCode.INTERRUPTED)
+
+
+def _on_signals(handler: signal.Handlers | Callable[[int, FrameType | None], NoReturn]) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handler)
+
+
+if __name__ == "__main__":
+    # Before the imports: they take seconds on a cold disk, and the kernel drops a container's first process's SIGTERM
+    # until there is a handler.
+    _on_signals(_end)
 
 import argparse
 import gc
@@ -21,20 +51,16 @@ import inspect
 import json
 import logging
 import math
-import os
-import signal
 import sys
 import traceback
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 from pydantic import ValidationError
 
-from diloco.errors import ConfigurationError, DilocoError, ExitCode, ObjectMissingError
 from diloco.exchange.settings import ExchangeSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from types import FrameType
+    from collections.abc import Mapping, Sequence
 
     from diloco.manager import ObjectStoreManager
 
@@ -46,12 +72,11 @@ class Interrupted(BaseException):
 
 
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
-    """Run one replica; returns its exit code."""
+    """Run one replica; returns its exit code. A signal before the run is joined ends the process."""
+    _on_signals(_end)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     for noisy in ("torchft", "aiobotocore", "botocore", "httpx", "datasets"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _interrupt)
     manager: ObjectStoreManager | None = None
     try:
         options = parse(argv, environ)
@@ -69,6 +94,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
             settings=exchange,
             launcher=environ.get("DILOCO_LAUNCHER"),
         )
+        _on_signals(_interrupt)
         manager.start()
         returned = trainer(manager=manager, rank=options.rank, world_size=options.world_size, **kwargs)
         manager.check_finished()
@@ -79,14 +105,13 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
 
 
 def _give_up(manager: ObjectStoreManager | None, problem: BaseException) -> int:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    _on_signals(signal.SIG_IGN)
     code: int
     if isinstance(problem, SystemExit):
         code = problem.code if isinstance(problem.code, int) and problem.code else ExitCode.FAILED
         text = f"the trainer ended its process with sys.exit({problem.code!r}) before the run was over"
     elif isinstance(problem, Interrupted):
-        code, text = ExitCode.INTERRUPTED, "stopped by a signal; start the run again with the same run id to go on"
+        code, text = ExitCode.INTERRUPTED, _STOPPED
     elif isinstance(problem, DilocoError):
         code, text = problem.exit_code, str(problem)
     else:

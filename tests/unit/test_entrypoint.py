@@ -245,6 +245,29 @@ def test_a_signal_ends_with_143(tmp_path: Path, trainers: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("module", "code"),
+    [
+        # In the entrypoint's own imports.
+        ("pydantic", "os.kill(os.getpid(), signal.SIGTERM)\nraise ImportError('it went on')"),
+        # In a trainer's, by whom an exception would get lost.
+        (
+            "trainer_of_a_test",
+            "try:\n    os.kill(os.getpid(), signal.SIGTERM)\nexcept BaseException:\n    pass\nwhile True:\n    pass",
+        ),
+    ],
+)
+def test_a_signal_while_modules_are_imported_ends_with_143(
+    tmp_path: Path, module: str, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"{module}.py").write_text(f"import os, signal\n{code}\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    done = replica(tmp_path / "run", "--trainer-module", module)
+    assert done.returncode == 128 + signal.SIGTERM  # -15 if it had no handler yet
+    assert done.stderr == "diloco: error: stopped by a signal; start the run again with the same run id to go on\n"
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_round_that_failed_ends_with_1_and_is_reported(tmp_path: Path, trainers: str) -> None:
     run = tmp_path / "run"
     done = replica(run, "--trainer-module", trainers, "--trainer-fn", "ended")
