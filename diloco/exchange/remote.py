@@ -88,6 +88,8 @@ _NO_CREDENTIALS = {
     "SSOTokenLoadError",
     "TokenRetrievalError",
 }
+_TOKEN_FILES = ("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", "AWS_WEB_IDENTITY_TOKEN_FILE")
+"""Name the file that a pod's identity is read from, whenever its credentials are renewed."""
 _BAD_NAMES = {"InvalidBucketName", "InvalidRegionError", "NoRegionError", "ParamValidationError"}
 _PERMISSIONS = {
     "read": "s3:GetObject",
@@ -341,6 +343,13 @@ def _denied(
     if names & _NO_CREDENTIALS:
         said = " ".join(str(problem).split())
         return AccessDeniedError(f"{uri}: no usable AWS credentials ({said}): run `aws configure`, or set AWS_PROFILE")
+    if isinstance(problem, OSError) and problem.filename is not None:
+        for variable in _TOKEN_FILES:
+            if os.environ.get(variable) == problem.filename:
+                return AccessDeniedError(
+                    f"{uri}: no usable AWS credentials: {problem.filename} of {variable} can't be read:"
+                    f" {problem.strerror}: mount the token there, or correct {variable}"
+                )
     if isinstance(problem, PermissionError) or code in {"403", "AccessDenied"}:
         permission = _PERMISSIONS.get(operation, "access")
         return AccessDeniedError(

@@ -299,6 +299,33 @@ def test_each_error_is_explained_in_one_line(problem: Exception, kind: type[Dilo
     assert "\n" not in str(found)
 
 
+@pytest.mark.parametrize("variable", ["AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", "AWS_WEB_IDENTITY_TOKEN_FILE"])
+def test_a_token_file_that_is_not_there_is_no_missing_object(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = tmp_path / "token"
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/pods")
+    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", "http://127.0.0.1:9/v1/credentials")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
+    monkeypatch.setenv(variable, str(missing))
+
+    async def use() -> None:
+        store = open_store("s3://b/run")
+        for operation in (store.read("key"), store.create("key", b"1"), store.list("key/")):
+            with pytest.raises(AccessDeniedError) as refused:
+                await operation
+            assert str(refused.value).startswith(
+                f"s3://b/run: no usable AWS credentials: {missing} of {variable} can't be read: No such file"
+            )
+        await store.close()
+
+    asyncio.run(use())
+
+
 @pytest.mark.parametrize(
     ("operation", "permission"),
     [
