@@ -19,7 +19,7 @@ from diloco.executors.local import ERROR_PREFIX
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-API_VERSION = "client.authentication.k8s.io/v1beta1"
+API_VERSION = "client.authentication.k8s.io/v1"
 TOKEN_PREFIX = "k8s-aws-v1."  # noqa: S105 - how EKS's tokens begin
 TOKEN_SECONDS = 60
 """Validity of the presigned request; EKS itself takes the token for 15 minutes."""
@@ -66,11 +66,11 @@ def token(cluster: str, region: str) -> str:
     (https://docs.aws.amazon.com/eks/latest/userguide/cluster-auth.html). Raises ConfigurationError without credentials.
     """
     import boto3
-    from botocore.exceptions import BotoCoreError
+    from botocore.exceptions import BotoCoreError, ClientError
     from botocore.signers import RequestSigner
 
-    session = boto3.session.Session(region_name=region)
     try:
+        session = boto3.session.Session(region_name=region)
         sts = session.client("sts")
         credentials = session.get_credentials()
         if credentials is None:
@@ -88,7 +88,7 @@ def token(cluster: str, region: str) -> str:
             expires_in=TOKEN_SECONDS,
             operation_name="",
         )
-    except BotoCoreError as problem:
+    except (BotoCoreError, ClientError) as problem:  # of a role that a profile assumes, too
         raise ConfigurationError(f"no AWS credentials: {problem}") from None
     return TOKEN_PREFIX + base64.urlsafe_b64encode(url.encode()).decode().rstrip("=")
 
