@@ -338,6 +338,11 @@ def explain(problem: BaseException, operation: str, uri: str, key: str) -> Diloc
 def _denied(
     problem: BaseException, code: str | None, names: set[str], operation: str, uri: str, key: str
 ) -> AccessDeniedError | None:
+    if (said := _web_identity_refused(problem)) is not None:
+        return AccessDeniedError(
+            f"{uri}: no usable AWS credentials: STS gives none for the token of AWS_WEB_IDENTITY_TOKEN_FILE: {said}:"
+            " check AWS_ROLE_ARN and that role's trust policy"
+        )
     if code in _CREDENTIALS:
         return AccessDeniedError(f"{uri}/{key}: {_CREDENTIALS[code]}")
     if names & _NO_CREDENTIALS:
@@ -355,6 +360,15 @@ def _denied(
         return AccessDeniedError(
             f"{uri}/{key}: access denied on {operation}: these credentials need {permission} there"
         )
+    return None
+
+
+def _web_identity_refused(problem: BaseException | None) -> str | None:
+    """STS's words, if it was STS that refused: it speaks before S3 is asked."""
+    while problem is not None:
+        if getattr(problem, "operation_name", None) == "AssumeRoleWithWebIdentity":
+            return " ".join(str(problem).split())
+        problem = problem.__cause__
     return None
 
 

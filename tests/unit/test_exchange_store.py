@@ -6,7 +6,9 @@ import asyncio
 import errno
 from typing import TYPE_CHECKING
 
+import botocore.exceptions
 import pytest
+from s3fs.errors import translate_boto_error
 
 from diloco.errors import (
     AccessDeniedError,
@@ -297,6 +299,15 @@ def test_each_error_is_explained_in_one_line(problem: Exception, kind: type[Dilo
     assert type(found) is kind
     assert text in str(found)
     assert "\n" not in str(found)
+
+
+@pytest.mark.parametrize("code", ["AccessDenied", "InvalidIdentityToken", "ExpiredTokenException"])
+def test_a_token_that_sts_refuses_is_no_missing_permission_in_the_bucket(code: str) -> None:
+    refused = botocore.exceptions.ClientError({"Error": {"Code": code, "Message": "no"}}, "AssumeRoleWithWebIdentity")
+    found = explain(translate_boto_error(refused), "create", "s3://b/run", "key")
+    assert type(found) is AccessDeniedError
+    assert "s3:PutObject" not in str(found)
+    assert f"({code}) when calling the AssumeRoleWithWebIdentity operation: no: check AWS_ROLE_ARN" in str(found)
 
 
 @pytest.mark.parametrize("variable", ["AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", "AWS_WEB_IDENTITY_TOKEN_FILE"])
