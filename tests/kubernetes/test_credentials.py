@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from botocore.exceptions import ClientError
 from kubernetes.client import AuthenticationV1Api  # type: ignore[import-untyped]
 
-from diloco.access import Place, Storage, pod_trust, replica_policy, service_trust
+from diloco.access import Place, Storage, pod_trust, replica_policy, service_trust, web_identity_trust
 from diloco.embedded import environment as surroundings
 from tests.kubernetes.runs import Run
-from tests.support.cluster.identity import ACCOUNT, PodIdentityAgent
+from tests.support.cluster.control_plane import ISSUER
+from tests.support.cluster.identity import ACCOUNT, ROLE_ANNOTATION, PodIdentityAgent
 from tests.support.sagemaker.ministack import ministack
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from tests.support.cluster import Cluster
@@ -24,8 +26,20 @@ if TYPE_CHECKING:
 
 CLUSTER, BUCKET, SERVICE_ACCOUNT = "platform", "runs", "replica"
 PLACE = Place("us-east-1", ACCOUNT)
-LIFE = 12
+LIFE = 8
 """Seconds that credentials live: MiniStack refuses them after."""
+
+
+@contextmanager
+def identity(aws: Emulator, cluster: Cluster) -> Iterator[PodIdentityAgent]:
+    """The node's agent, and EKS's webhook."""
+    with PodIdentityAgent(aws, CLUSTER, seconds=LIFE) as agent:
+        agent.core, agent.authentication = cluster.core, AuthenticationV1Api(cluster.api)
+        cluster.kubelet.identity = agent
+        try:
+            yield agent
+        finally:
+            cluster.kubelet.identity = None
 
 
 @pytest.fixture
@@ -48,28 +62,39 @@ def role(aws: Emulator, trust: Any) -> str:
     return str(made)
 
 
-def test_pod_identitys_short_lived_credentials_are_renewed_during_a_run(
-    aws: Emulator, cluster: Cluster, namespace: str
-) -> None:
+def associate(aws: Emulator, cluster: Cluster, namespace: str) -> None:
+    """Pod Identity: EKS knows the ServiceAccount's role."""
     arn = role(aws, pod_trust(PLACE, CLUSTER, namespace, SERVICE_ACCOUNT))
     aws.client("eks").create_pod_identity_association(
         clusterName=CLUSTER, namespace=namespace, serviceAccount=SERVICE_ACCOUNT, roleArn=arn
     )
     cluster.core.create_namespaced_service_account(namespace, {"metadata": {"name": SERVICE_ACCOUNT}})
-    with PodIdentityAgent(aws, CLUSTER, seconds=LIFE) as agent:
-        agent.core, agent.authentication = cluster.core, AuthenticationV1Api(cluster.api)
-        cluster.kubelet.identity = agent
-        try:
-            run = pod_run(aws, cluster, namespace)
-            with surroundings(launcher(aws)):
-                report = run.start().end()
-        finally:
-            cluster.kubelet.identity = None
+
+
+def annotate(aws: Emulator, cluster: Cluster, namespace: str) -> None:
+    """IRSA: the ServiceAccount names its role, which trusts the cluster's tokens."""
+    issuer = ISSUER.removeprefix("https://")
+    aws.client("iam").create_open_id_connect_provider(Url=ISSUER, ClientIDList=["sts.amazonaws.com"])
+    claims = {"aud": "sts.amazonaws.com", "sub": f"system:serviceaccount:{namespace}:{SERVICE_ACCOUNT}"}
+    arn = role(aws, web_identity_trust(f"arn:aws:iam::{ACCOUNT}:oidc-provider/{issuer}", claims))
+    account = {"metadata": {"name": SERVICE_ACCOUNT, "annotations": {ROLE_ANNOTATION: arn}}}
+    cluster.core.create_namespaced_service_account(namespace, account)
+
+
+@pytest.mark.parametrize("give", [associate, annotate], ids=["pod-identity", "irsa"])
+def test_short_lived_credentials_are_renewed_during_a_run(
+    give: Callable[[Emulator, Cluster, str], None], aws: Emulator, cluster: Cluster, namespace: str
+) -> None:
+    give(aws, cluster, namespace)
+    with identity(aws, cluster) as agent:
+        run = pod_run(aws, cluster, namespace)
+        with surroundings(launcher(aws)):
+            report = run.start().end()
     assert report.succeeded, f"{report}\n{run.state()}"
     assert report.digests_equal
+    assert [line.restarts for line in report.replicas] == [0, 0]
     assert report.wall_seconds > 2 * LIFE
     assert agent.issued > 2
-    assert agent.served > agent.issued
     # What a pod got at first is of no use any more.
     first = agent.first
     assert first is not None
@@ -99,7 +124,7 @@ def pod_run(aws: Emulator, cluster: Cluster, namespace: str, **changes: Any) -> 
         "trainer_module": "tests.kubernetes.trainer",
         "trainer_fn": "train",
         "trainer_kwargs": {"step_seconds": 0.25},
-        "steps": 120,
+        "steps": 72,
         "sync_every": 4,
     }
     return Run(cluster, namespace, aws.endpoint_url, "short-lived", **(settings | changes))
