@@ -382,8 +382,13 @@ def key_policy(place: Place) -> Document:
 # Replicas that run elsewhere.
 
 
-def service_trust(service: str, *, tag_session: bool = False) -> Document:
-    """Trust in one of AWS's services; `tag_session` for those that tag what they become (EKS Auto Mode)."""
+def service_trust(service: str, *, account: str | None = None, tag_session: bool = False) -> Document:
+    """Trust in one of AWS's services: on behalf of one account, for services that name it when they assume a role;
+    `tag_session` for those that tag what they become (EKS Auto Mode).
+
+    https://docs.aws.amazon.com/eks/latest/userguide/cross-service-confused-deputy-prevention.html
+    """
+    condition = {} if account is None else {"Condition": {"StringEquals": {"aws:SourceAccount": account}}}
     return _document(
         [
             {
@@ -391,6 +396,7 @@ def service_trust(service: str, *, tag_session: bool = False) -> Document:
                 "Effect": "Allow",
                 "Principal": {"Service": service},
                 "Action": ["sts:AssumeRole", *(["sts:TagSession"] if tag_session else [])],
+                **condition,
             }
         ]
     )

@@ -32,9 +32,20 @@ class NodeSettings(_Section):
     instance_types: list[
         Annotated[str, checked(r"[a-z0-9-]+\.[a-z0-9]+", "an EC2 instance type, such as g5.2xlarge")]
     ] = Field(["m7i.xlarge"], min_length=1)
-    ami_type: Literal["AL2023_x86_64_STANDARD", "BOTTLEROCKET_x86_64", "BOTTLEROCKET_x86_64_NVIDIA"] = (
-        "BOTTLEROCKET_x86_64"
-    )
+    ami_type: Literal[
+        "AL2023_x86_64_NVIDIA", "AL2023_x86_64_STANDARD", "BOTTLEROCKET_x86_64", "BOTTLEROCKET_x86_64_NVIDIA"
+    ] = "BOTTLEROCKET_x86_64"
+    device_plugin: (
+        Annotated[
+            str,
+            checked(
+                r"[^\s@]+(?:@sha256:[0-9a-f]{64}|:(?!latest$)[\w][\w.-]{0,127})",
+                "an image with its version or digest: registry/nvidia/k8s-device-plugin:v…",
+            ),
+        ]
+        | None
+    ) = None
+    """NVIDIA's device plugin, which AL2023's nodes do not bring."""
     spot: bool = False
     disk_gb: int = Field(100, ge=20, le=16_384)
     min: int = Field(0, ge=0, le=450)
@@ -46,11 +57,16 @@ class NodeSettings(_Section):
         found = []
         if not self.min <= self.desired <= self.max:
             found.append(f"eks.nodes.desired {self.desired}: allowed: from eks.nodes.min to eks.nodes.max")
+        if (self.ami_type == "AL2023_x86_64_NVIDIA") != (self.device_plugin is not None):
+            found.append(
+                "eks.nodes.devicePlugin: allowed with eks.nodes.amiType AL2023_x86_64_NVIDIA, and needed there: without"
+                " it no node has nvidia.com/gpu"
+            )
         with_gpu = [name for name in self.instance_types if name.startswith(("g", "p"))]
         if with_gpu and not self.ami_type.endswith("NVIDIA"):
             found.append(
                 f"eks.nodes.amiType {self.ami_type!r}: nodes of {', '.join(with_gpu)} would have no nvidia.com/gpu; "
-                "allowed: BOTTLEROCKET_x86_64_NVIDIA"
+                "allowed: AL2023_x86_64_NVIDIA, BOTTLEROCKET_x86_64_NVIDIA"
             )
         return found
 

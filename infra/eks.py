@@ -23,6 +23,7 @@ from diloco.cluster_access import (
     restricted_namespace,
 )
 from diloco.eks import kubeconfig_document
+from infra.device_plugin import device_plugin
 from infra.lookups import found
 from infra.rendezvous import EncryptionKey, EncryptionKeyArgs
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from infra.cluster_settings import EksSettings
     from infra.identity import StorageInputs
 
+EC2 = "ec2.amazonaws.com"
 LOGS = ("api", "audit", "authenticator", "controllerManager", "scheduler")
 ADMIN = "arn:{partition}:eks::aws:cluster-access-policy/AmazonEKSClusterAdminPolicy"
 AUTO_CLUSTER_POLICIES = (
@@ -43,8 +45,10 @@ AUTO_CLUSTER_POLICIES = (
 )
 AUTO_NODE_POLICIES = ("AmazonEC2ContainerRegistryPullOnly", "AmazonEKSWorkerNodeMinimalPolicy")
 NODE_POLICIES = ("AmazonEC2ContainerRegistryPullOnly", "AmazonEKSWorkerNodePolicy", "AmazonEKS_CNI_Policy")
-ADDONS = ("coredns", "eks-pod-identity-agent", "kube-proxy", "vpc-cni")
-"""Auto Mode has all of them built in."""
+ADDONS_BEFORE_NODES = ("eks-pod-identity-agent", "kube-proxy", "vpc-cni")
+"""A node is ready once it has a network, and a node group is there once its nodes are ready."""
+ADDONS_ON_NODES = ("coredns",)
+"""A Deployment: it is active once its pods run. Auto Mode has all of these built in."""
 ROLE_ANNOTATION = "eks.amazonaws.com/role-arn"
 AUDIENCE = "sts.amazonaws.com"
 
@@ -78,6 +82,7 @@ class EksCluster(pulumi.ComponentResource):
     def __init__(self, name: str, args: EksClusterArgs, opts: pulumi.ResourceOptions | None = None) -> None:
         super().__init__("diloco:infra:EksCluster", name, None, opts)
         settings = args.settings
+        self._node_group: aws.eks.NodeGroup | None = None
         kubeconfig = self._create(name, args) if settings.adopt is None else self._adopt(settings.adopt, args)
         role = self._pod_role(name, args)
         self.provider = kubernetes.Provider(
@@ -88,6 +93,15 @@ class EksCluster(pulumi.ComponentResource):
             opts=pulumi.ResourceOptions(parent=self),
         )
         self._in_the_cluster(name, args, role)
+        if self._node_group is not None and settings.nodes.device_plugin is not None:
+            device_plugin(
+                name,
+                settings.nodes.device_plugin,
+                self._node_group.node_group_name,
+                parent=self,
+                provider=self.provider,
+                depends_on=self._ready,
+            )
         self.register_outputs(
             {"clusterName": self.cluster_name, "namespace": self.namespace, "podRoleArn": self.pod_role_arn}
         )
@@ -123,7 +137,7 @@ class EksCluster(pulumi.ComponentResource):
             tag_session=auto,
         )
         nodes, node_grants = self._service_role(
-            f"{name}-nodes", args, "ec2.amazonaws.com", AUTO_NODE_POLICIES if auto else NODE_POLICIES
+            f"{name}-nodes", args, EC2, AUTO_NODE_POLICIES if auto else NODE_POLICIES
         )
         cluster = aws.eks.Cluster(
             name,
@@ -179,10 +193,12 @@ class EksCluster(pulumi.ComponentResource):
         self, name: str, args: EksClusterArgs, service: str, policies: Sequence[str], *, tag_session: bool = False
     ) -> tuple[aws.iam.Role, list[pulumi.Resource]]:
         """A role that a service of AWS becomes, with policies of AWS's own."""
+        # EC2 assumes roles without naming the account; only who may pass the role to it can give it to an instance.
+        account = None if service == EC2 else args.place.account
         role = aws.iam.Role(
             name,
             description=f"{service} for DiLoCo runs",
-            assume_role_policy=json.dumps(service_trust(service, tag_session=tag_session)),
+            assume_role_policy=json.dumps(service_trust(service, account=account, tag_session=tag_session)),
             tags=args.tags,
             opts=pulumi.ResourceOptions(parent=self),
         )
@@ -223,12 +239,12 @@ class EksCluster(pulumi.ComponentResource):
     ) -> list[pulumi.Resource]:
         """A managed node group, and the add-ons that Auto Mode would have built in."""
         nodes = args.settings.nodes
+        addons = [self._addon(name, addon, args, cluster, granted) for addon in ADDONS_BEFORE_NODES]
         group = aws.eks.NodeGroup(
             name,
             cluster_name=cluster.name,
             node_role_arn=role.arn,
             subnet_ids=args.subnet_ids or [],
-            # Bottlerocket's NVIDIA variant brings the device plugin: without one no node has `nvidia.com/gpu`.
             ami_type=nodes.ami_type,
             capacity_type="SPOT" if nodes.spot else "ON_DEMAND",
             instance_types=nodes.instance_types,
@@ -238,22 +254,25 @@ class EksCluster(pulumi.ComponentResource):
             tags=args.tags,
             # An autoscaler changes the desired size.
             opts=pulumi.ResourceOptions(
-                parent=cluster, depends_on=list(granted), ignore_changes=["scalingConfig.desiredSize"]
+                parent=cluster, depends_on=[*granted, *addons], ignore_changes=["scalingConfig.desiredSize"]
             ),
         )
-        addons: list[pulumi.Resource] = [
-            aws.eks.Addon(
-                f"{name}-{addon}",
-                cluster_name=cluster.name,
-                addon_name=addon,
-                resolve_conflicts_on_create="OVERWRITE",
-                resolve_conflicts_on_update="PRESERVE",
-                tags=args.tags,
-                opts=pulumi.ResourceOptions(parent=cluster, depends_on=[group]),
-            )
-            for addon in ADDONS
-        ]
-        return [group, *addons]
+        self._node_group = group
+        return [group, *addons, *(self._addon(name, addon, args, cluster, [group]) for addon in ADDONS_ON_NODES)]
+
+    @staticmethod
+    def _addon(
+        name: str, addon: str, args: EksClusterArgs, cluster: aws.eks.Cluster, after: Sequence[pulumi.Resource]
+    ) -> pulumi.Resource:
+        return aws.eks.Addon(
+            f"{name}-{addon}",
+            cluster_name=cluster.name,
+            addon_name=addon,
+            resolve_conflicts_on_create="OVERWRITE",
+            resolve_conflicts_on_update="PRESERVE",
+            tags=args.tags,
+            opts=pulumi.ResourceOptions(parent=cluster, depends_on=list(after)),
+        )
 
     def _pod_role(self, name: str, args: EksClusterArgs) -> aws.iam.Role:
         """The role of the replicas: what the SageMaker role may do in the bucket, and nothing else."""

@@ -1,7 +1,8 @@
 """Rules about one resource's properties, and about resources that must come together.
 
 Each is named after the rule that it stands for, and asks the same: of checkov (`CKV…`,
-https://www.checkov.io/5.Policy%20Index/terraform.html) or of Trivy (`AVD…`, https://avd.aquasec.com/misconfig/aws/).
+https://www.checkov.io/5.Policy%20Index/terraform.html) or of Trivy (`AVD…`, https://avd.aquasec.com/misconfig/aws/);
+one that neither has is named in words.
 What those scanners also ask, and this does not, is in `docs/infrastructure.md`, each with the reason.
 """
 
@@ -32,6 +33,10 @@ _GROUP = "aws:ec2/securityGroup:SecurityGroup"
 _INGRESS = "aws:vpc/securityGroupIngressRule:SecurityGroupIngressRule"
 _EGRESS = "aws:vpc/securityGroupEgressRule:SecurityGroupEgressRule"
 _SUBNET = "aws:ec2/subnet:Subnet"
+_CLUSTER = "aws:eks/cluster:Cluster"
+_CLUSTER_LOGS = {"api", "audit", "authenticator", "controllerManager", "scheduler"}
+_WITHOUT_ACCOUNT = {"ec2.amazonaws.com"}
+"""Services that assume roles without naming the account they do it for."""
 _ANYWHERE = ("0.0.0.0/0", "::/0")
 
 
@@ -123,8 +128,12 @@ def _trusts_named(properties: Properties) -> Iterator[str]:
     for statement in _allows(properties.get("assumeRolePolicy")):
         if _is_anyone(statement.get("Principal")):
             yield f"{_name(statement)} lets everybody assume the role"
-        elif "Service" in (statement.get("Principal") or {}) and not _names_account(statement):
+        elif _services(statement) - _WITHOUT_ACCOUNT and not _names_account(statement):
             yield f"{_name(statement)} trusts a service on behalf of every account: condition aws:SourceAccount"
+
+
+def _services(statement: Mapping[str, Any]) -> set[str]:
+    return set(_as_list((statement.get("Principal") or {}).get("Service")))
 
 
 def _names_account(statement: Mapping[str, Any]) -> bool:
@@ -189,6 +198,31 @@ def _no_public_address(properties: Properties) -> Iterator[str]:
         yield "mapPublicIpOnLaunch must be false"
 
 
+def _cluster_is_logged(properties: Properties) -> Iterator[str]:
+    missing = _CLUSTER_LOGS - set(properties.get("enabledClusterLogTypes") or ())
+    if missing:
+        yield f"enabledClusterLogTypes lacks {', '.join(sorted(missing))}"
+
+
+def _cluster_for_named_ranges(properties: Properties) -> Iterator[str]:
+    network = properties.get("vpcConfig") or {}
+    if network.get("endpointPublicAccess") is False:
+        return
+    ranges = network.get("publicAccessCidrs") or _ANYWHERE
+    if any(block in _ANYWHERE for block in ranges):
+        yield "vpcConfig: its endpoint is open to the internet: name publicAccessCidrs, or no endpointPublicAccess"
+
+
+def _secrets_encrypted(properties: Properties) -> Iterator[str]:
+    if "secrets" not in ((properties.get("encryptionConfig") or {}).get("resources") or ()):
+        yield "encryptionConfig.resources must have secrets"
+
+
+def _access_by_entries(properties: Properties) -> Iterator[str]:
+    if (properties.get("accessConfig") or {}).get("authenticationMode") != "API":
+        yield "accessConfig.authenticationMode must be API: who is in the aws-auth ConfigMap is seen by no one in IAM"
+
+
 RULES = (
     Rule("CKV_AWS_53", "A bucket blocks public ACLs", (_PUBLIC_ACCESS,), _is_true("blockPublicAcls")),
     Rule("CKV_AWS_54", "A bucket blocks public policies", (_PUBLIC_ACCESS,), _is_true("blockPublicPolicy")),
@@ -211,6 +245,10 @@ RULES = (
     Rule("AVD-AWS-0107", "The internet can't come in", (_GROUP, _INGRESS), _no_public_ingress),
     Rule("CKV_AWS_382", "Not everything may go out", (_EGRESS,), _narrow_egress),
     Rule("CKV_AWS_130", "Subnets give no public addresses", (_SUBNET,), _no_public_address),
+    Rule("CKV_AWS_37", "A cluster's control plane is logged", (_CLUSTER,), _cluster_is_logged),
+    Rule("CKV_AWS_38", "A cluster's endpoint is private or for named ranges", (_CLUSTER,), _cluster_for_named_ranges),
+    Rule("CKV_AWS_58", "A cluster's secrets are encrypted", (_CLUSTER,), _secrets_encrypted),
+    Rule("eks-authentication-mode", "A cluster's access is by entries", (_CLUSTER,), _access_by_entries),
 )
 COMPANIONS = (
     Companion(

@@ -54,6 +54,9 @@ class Recorder(Mocks):
             "aws:iam/role:Role": f"arn:aws:iam::123456789012:role/{suffixed}",
             "aws:iam/policy:Policy": f"arn:aws:iam::123456789012:policy/{suffixed}",
             "aws:kms/key:Key": "arn:aws:kms:us-west-2:123456789012:key/1234abcd",
+            "aws:iam/openIdConnectProvider:OpenIdConnectProvider": (
+                f"arn:aws:iam::123456789012:oidc-provider/{str(args.inputs.get('url')).removeprefix('https://')}"
+            ),
             "aws:ecr/repository:Repository": f"arn:aws:ecr:us-west-2:123456789012:repository/{suffixed}",
         }
         outputs: dict[str, Any] = {"name": suffixed} if args.typ.startswith(("aws:iam", "aws:ecr")) else {}
@@ -72,6 +75,15 @@ class Recorder(Mocks):
             outputs["keyId"] = "1234abcd"
         elif args.typ == "pulumi-python:dynamic/diloco:Quota":
             outputs |= {"value": 0, "status": "requested", "request_id": "r-1", "message": ""}
+        elif args.typ == "aws:eks/cluster:Cluster":
+            outputs |= {
+                "name": suffixed,
+                "endpoint": "https://eks.test",
+                "certificateAuthority": {"data": "YXV0aG9yaXR5"},
+                "identities": [{"oidcs": [{"issuer": "https://oidc.eks.test/id/NEW"}]}],
+            }
+        elif args.typ == "aws:eks/nodeGroup:NodeGroup":
+            outputs["nodeGroupName"] = suffixed
         return suffixed, {**args.inputs, **outputs}
 
     def call(self, args: MockCallArgs) -> dict[str, Any]:  # type: ignore[override]
@@ -97,6 +109,12 @@ class Recorder(Mocks):
             },
             "getPrincipalPolicySimulation": {
                 "results": [{"actionName": a, "allowed": True} for a in args.args.get("actionNames", [])]
+            },
+            "getCluster": {
+                "name": args.args.get("name"),
+                "endpoint": "https://theirs.test",
+                "certificateAuthorities": [{"data": "dGhlaXJz"}],
+                "identities": [{"oidcs": [{"issuer": "https://oidc.eks.test/id/THEIRS"}]}],
             },
             "getKey": {"arn": args.args.get("keyId"), "enabled": True},
         }

@@ -14,8 +14,11 @@ from diloco.access import (
     bucket_policy,
     key_policy,
     launcher_policy,
+    pod_trust,
     sagemaker_role_policy,
     sagemaker_trust,
+    service_trust,
+    web_identity_trust,
 )
 from infra.policies import pack
 from infra.policies.rules import COMPANIONS, RULES
@@ -42,6 +45,7 @@ TRUST = json.dumps(sagemaker_trust(PLACE, "diloco-dev"))
 PASS_ROLE = {"Condition": {"StringEquals": {"iam:PassedToService": "sagemaker.amazonaws.com"}}}
 ENCRYPTED = {"rules": [{"applyServerSideEncryptionByDefault": {"sseAlgorithm": "aws:kms"}}]}
 LIFECYCLE = {"rules": [{"status": "Enabled", "abortIncompleteMultipartUpload": {"daysAfterInitiation": 1}}]}
+LOGS = ["api", "audit", "authenticator", "controllerManager", "scheduler"]
 EGRESS = {"description": "TLS", "cidrIpv4": "0.0.0.0/0", "ipProtocol": "tcp", "fromPort": 443, "toPort": 443}
 
 # Of each rule: properties that it lets through, and some that it does not.
@@ -95,10 +99,21 @@ FIXTURES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
         [{"imageScanningConfiguration": {"scanOnPush": False}}, {}],
     ),
     "CKV_AWS_60": (
-        [{"assumeRolePolicy": TRUST}],
+        [
+            {"assumeRolePolicy": TRUST},
+            {"assumeRolePolicy": json.dumps(service_trust("eks.amazonaws.com", account=PLACE.account))},
+            {"assumeRolePolicy": json.dumps(service_trust("ec2.amazonaws.com"))},
+            {"assumeRolePolicy": json.dumps(pod_trust(PLACE, "c", "n", "s"))},
+            {"assumeRolePolicy": json.dumps(web_identity_trust("accounts.google.com", {"aud": "a", "sub": "s"}))},
+        ],
         [
             {"assumeRolePolicy": policy(allow("sts:AssumeRole", Principal={"AWS": "*"}))},
             {"assumeRolePolicy": policy(allow("sts:AssumeRole", Principal={"Service": "sagemaker.amazonaws.com"}))},
+            {
+                "assumeRolePolicy": policy(
+                    allow("sts:AssumeRole", Principal={"Service": ["ec2.amazonaws.com", "eks.amazonaws.com"]})
+                )
+            },
         ],
     ),
     "CKV_AWS_63": (
@@ -126,6 +141,34 @@ FIXTURES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
     ),
     "CKV_AWS_382": ([EGRESS], [EGRESS | {"ipProtocol": "-1"}]),
     "CKV_AWS_130": ([{"mapPublicIpOnLaunch": False}, {}], [{"mapPublicIpOnLaunch": True}]),
+    "CKV_AWS_37": (
+        [{"enabledClusterLogTypes": LOGS}],
+        [*({"enabledClusterLogTypes": [log for log in LOGS if log != left]} for left in LOGS), {}],
+    ),
+    "CKV_AWS_38": (
+        [
+            {"vpcConfig": {"endpointPublicAccess": False}},
+            {"vpcConfig": {"endpointPublicAccess": True, "publicAccessCidrs": ["203.0.113.0/24"]}},
+        ],
+        [
+            {"vpcConfig": {"subnetIds": ["subnet-1"]}},
+            {"vpcConfig": {"endpointPublicAccess": True}},
+            {"vpcConfig": {"endpointPublicAccess": True, "publicAccessCidrs": []}},
+            {"vpcConfig": {"publicAccessCidrs": ["203.0.113.0/24", "0.0.0.0/0"]}},
+        ],
+    ),
+    "CKV_AWS_58": (
+        [{"encryptionConfig": {"resources": ["secrets"], "provider": {"keyArn": "arn"}}}],
+        [{"encryptionConfig": {"resources": []}}, {}],
+    ),
+    "eks-authentication-mode": (
+        [{"accessConfig": {"authenticationMode": "API"}}],
+        [
+            {"accessConfig": {"authenticationMode": "API_AND_CONFIG_MAP"}},
+            {"accessConfig": {"authenticationMode": "CONFIG_MAP"}},
+            {},
+        ],
+    ),
 }
 
 

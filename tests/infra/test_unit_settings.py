@@ -183,7 +183,14 @@ CLUSTER_WRONG: list[tuple[dict[str, Any], str]] = [
     ({"eks": {"identity": "irsa"}}, "eks.identity 'irsa': a cluster that is created has Pod Identity"),
     (
         {"eks": {"nodes": {"instanceTypes": ["g5.xlarge"]}}},
-        "would have no nvidia.com/gpu; allowed: BOTTLEROCKET_x86_64_NVIDIA",
+        "would have no nvidia.com/gpu; allowed: AL2023_x86_64_NVIDIA, BOTTLEROCKET_x86_64_NVIDIA",
+    ),
+    ({"eks": {"nodes": {"amiType": "AL2023_x86_64_NVIDIA"}}}, "eks.nodes.devicePlugin: allowed with"),
+    ({"eks": {"nodes": {"amiType": "BOTTLEROCKET_x86_64_NVIDIA", "devicePlugin": "r/p:v1"}}}, "and needed there"),
+    ({"eks": {"nodes": {"devicePlugin": "r/plugin:latest"}}}, "eks.nodes.devicePlugin 'r/plugin:latest': allowed: an"),
+    (
+        {"eks": {"nodes": {"devicePlugin": "r:5000/plugin"}}},
+        "eks.nodes.devicePlugin 'r:5000/plugin': allowed: an image",
     ),
     ({"eks": {"nodes": {"min": 3}}}, "eks.nodes.desired 2: allowed: from eks.nodes.min to eks.nodes.max"),
     ({"eks": {"adopt": "c", "namespace": "No"}}, "eks.namespace 'No': allowed: a-z, 0-9 and hyphens"),

@@ -36,3 +36,9 @@ aws.vpc.SecurityGroupIngressRule(
 )
 aws.vpc.SecurityGroupEgressRule("open", security_group_id=group.id, ip_protocol="-1", cidr_ipv4="0.0.0.0/0")
 aws.ec2.Subnet("open", vpc_id="vpc-1", cidr_block="10.0.0.0/24", map_public_ip_on_launch=True)
+aws.eks.Cluster(
+    "open",
+    role_arn="arn:aws:iam::123456789012:role/open",
+    vpc_config={"subnet_ids": ["subnet-1", "subnet-2"], "endpoint_public_access": True},
+    access_config={"authentication_mode": "CONFIG_MAP"},
+)
