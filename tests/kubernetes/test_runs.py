@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import time
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from diloco.cli import main
 from diloco.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -113,13 +114,35 @@ def test_a_second_launcher_adopts_the_job_and_another_runs_job_is_left_alone(mak
     run.executor.cancel(run.executor.existing())
 
 
-def test_who_waits_for_gpus_is_told(make_run: MakeRun, cluster: Cluster) -> None:
-    run = make_run(gpus=1, steps=8, **PACED)
-    run.executor.launch_replicas(run.settings.replica_specs())
-    began = time.monotonic()
-    cluster.until(lambda: all(handle.waits for handle in run.executor.existing()), "reasons", patience=30)
-    assert time.monotonic() - began < 30
-    for handle in run.executor.existing():
-        assert handle.status == "pending"
-        assert "Insufficient nvidia.com/gpu" in str(handle.waits)
-    run.executor.cancel(run.executor.existing())
+def test_status_says_which_ranks_wait_for_gpus_and_why(
+    make_run: MakeRun, cluster: Cluster, namespace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(gpus=1, steps=4000, trainer_kwargs={"step_seconds": 0.1}, **PACED)
+    where = ["--backend", "kubernetes", "--namespace", namespace, "--kubeconfig", str(cluster.kubeconfig)]
+
+    def status(*words: str) -> str:
+        capsys.readouterr()
+        assert main(["status", run.settings.run_id, *where, *words]) == 0
+        return capsys.readouterr().out
+
+    def waiting() -> dict[int, str]:
+        replicas = json.loads(status("--json"))["replicas"]
+        return {each["rank"]: each["why"] for each in replicas if each["status"] == "pending" and each["why"]}
+
+    try:
+        run.executor.launch_replicas(run.settings.replica_specs())
+        cluster.until(lambda: len(waiting()) == 2, "reasons of both ranks", patience=30)
+        assert all("Insufficient nvidia.com/gpu" in why for why in waiting().values())
+        cluster.kubelet.set_capacity(**{"nvidia.com_gpu": "1"})
+        cluster.until(lambda: len(waiting()) == 1, "one rank that waits, and one that has the GPU")
+        [(rank, why)] = waiting().items()
+        assert "Insufficient nvidia.com/gpu" in why
+        shown = " ".join(status().split())
+        assert f"{rank} diloco-{run.settings.run_id}-{rank}-" in shown
+        assert "Insufficient nvidia.com/gpu" in shown
+        cluster.kubelet.set_capacity(**{"nvidia.com_gpu": "2"})
+        run.reaches(0, 0, 1)
+        assert waiting() == {}
+    finally:
+        run.executor.cancel(run.executor.existing())
+        cluster.kubelet.set_capacity(**{"nvidia.com_gpu": "0"})
