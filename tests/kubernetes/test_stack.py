@@ -7,8 +7,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from kubernetes.client import ApiException, AuthenticationV1Api  # type: ignore[import-untyped]
+from kubernetes.client import ApiException, AppsV1Api, AuthenticationV1Api  # type: ignore[import-untyped]
 
+from diloco.cli import main
 from diloco.embedded import environment as surroundings
 from diloco.executors.kubernetes import KubernetesExecutor
 from diloco.executors.kubernetes_clients import Clients
@@ -30,6 +31,11 @@ if TYPE_CHECKING:
     from tests.support.sagemaker.service import Emulator
 
 CLUSTER = "platform"
+GPU_NODES = {
+    "instanceTypes": ["g5.2xlarge"],
+    "amiType": "AL2023_x86_64_NVIDIA",
+    "devicePlugin": "registry.test/nvidia/k8s-device-plugin:v0.17.4",
+}
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +72,12 @@ def image(aws: Emulator, tag: str) -> str:
 
 
 def test_the_stack_runs_a_job_to_the_end_and_replaces_it_cleanly(
-    aws: Emulator, cluster: Cluster, identity: PodIdentityAgent, tmp_path: Path
+    aws: Emulator,
+    cluster: Cluster,
+    identity: PodIdentityAgent,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     require("pulumi", "pulumi-language-python", "pulumi-resource-pulumi-python", "pulumi-resource-kubernetes")
     space = "stack-runs"
@@ -130,6 +141,29 @@ def test_the_stack_runs_a_job_to_the_end_and_replaces_it_cleanly(
         assert [line.status for line in report.replicas] == ["succeeded"] * 4
         assert len({line.digest for line in report.replicas}) == 1
         assert identity.served >= 4  # by the association that the stack made, as the role that it made
+
+        # So does a launcher start a run of its own with what the stack says. The emulator's EKS and S3 are not where
+        # Amazon's would be: those two addresses are told.
+        monkeypatch.chdir(stack.project)
+        served = identity.served
+        capsys.readouterr()
+        with surroundings({**stack.environment, **surrounded}):
+            code = main(
+                [
+                    *("run", "--backend", "kubernetes", "--stack", "dev", "--replicas", "2", "--steps", "8"),
+                    *("--sync-every", "4", "--trainer-module", "tests.kubernetes.trainer", "--trainer-fn", "train"),
+                    *("--cpu", "100m", "--memory", "256Mi", "--json"),
+                    *("--kubeconfig", str(cluster.kubeconfig), "--endpoint-url", aws.endpoint_url),
+                ]
+            )
+        launched = json.loads(capsys.readouterr().out)
+        assert (code, launched["status"]) == (0, "succeeded")
+        assert launched["rendezvous_uri"] == f"{outputs['rendezvousUri']}/{launched['run_id']}"
+        pods = cluster.pods(space, f"diloco/run-id={launched['run_id']}")
+        assert {pod.spec.containers[0].image for pod in pods} == {outputs["imageUri"]}
+        assert {pod.spec.service_account_name for pod in pods} == {outputs["serviceAccount"]}
+        assert identity.served >= served + 2
+        clients.batch.delete_namespaced_job(pods[0].metadata.labels["job-name"], space, propagation_policy="Foreground")
 
         stack.preview("--expect-no-changes").check()
         assert stack.up().check().changes == {}
@@ -199,6 +233,7 @@ def test_a_cluster_is_created_stays_as_it_is_and_leaves_nothing(
             "mode": mode,
             "admins": [admin],
             "publicAccessCidrs": ["203.0.113.0/24"],
+            **({"nodes": GPU_NODES} if mode == "nodes" else {}),
             "namespace": space,
             "kubeconfig": str(cluster.kubeconfig),
         },
@@ -210,7 +245,8 @@ def test_a_cluster_is_created_stays_as_it_is_and_leaves_nothing(
             tmp_path, name="local", environment=environment(aws, gate), config=full_config(IMAGE, config)
         ) as stack,
     ):
-        stack.up().check()
+        # The policies see what a preview can't know.
+        stack.up("--policy-pack", str(ROOT / "infra" / "policies")).check()
         name = stack.outputs()["clusterName"]
         eks = aws.client("eks")
         made = eks.describe_cluster(name=name)["cluster"]
@@ -230,6 +266,9 @@ def test_a_cluster_is_created_stays_as_it_is_and_leaves_nothing(
         assert (sorted(addons), len(groups)) == (
             ([], 0) if mode == "auto" else (["coredns", "eks-pod-identity-agent", "kube-proxy", "vpc-cni"], 1)
         )
+        plugins = AppsV1Api(cluster.api).list_namespaced_daemon_set("kube-system").items
+        images = [each.spec.template.spec.containers[0].image for each in plugins]
+        assert images == ([] if mode == "auto" else [GPU_NODES["devicePlugin"]])
         [association] = eks.list_pod_identity_associations(clusterName=name)["associations"]
         assert (association["namespace"], association["serviceAccount"]) == (space, "diloco-replica")
 

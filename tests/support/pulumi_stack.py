@@ -158,6 +158,11 @@ class PulumiStack:
         self._config_file.write_text(yaml.safe_dump({**self._salt, "config": dict(config)}))
 
     @property
+    def environment(self) -> dict[str, str]:
+        """In which a command of the user's finds this stack, from the folder `project`."""
+        return dict(self._environment)
+
+    @property
     def _config_file(self) -> Path:
         return self.project / f"Pulumi.{self.name}.yaml"
 

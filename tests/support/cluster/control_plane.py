@@ -25,6 +25,7 @@ START_SECONDS = 90.0
 """4 s are usual."""
 ISSUER = "https://kubernetes.default.svc"
 CONTROLLERS = (
+    "daemonset-controller",
     "job-controller",
     "pod-garbage-collector-controller",
     "serviceaccount-controller",

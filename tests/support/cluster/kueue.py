@@ -16,7 +16,7 @@ from tests.support.engine import ROOT, require
 from tests.support.namespace import NamespacedProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from tests.support.cluster import Cluster
 
@@ -98,9 +98,15 @@ def kueue(cluster: Cluster, folder: Path) -> Iterator[None]:
             process.stop(5.0)
 
 
-def queue(cluster: Cluster, namespace: str, name: str, **quotas: str) -> None:
-    """A LocalQueue of that name in the namespace, with a ClusterQueue of its own."""
+def queue(
+    cluster: Cluster, namespace: str, name: str, *, node_labels: Mapping[str, str] | None = None, **quotas: str
+) -> None:
+    """A LocalQueue of that name in the namespace, with a ClusterQueue of its own; pods that it admits must be on nodes
+    with those labels.
+    """
     flavor: dict[str, Any] = {"apiVersion": API, "kind": "ResourceFlavor", "metadata": {"name": namespace}}
+    if node_labels:
+        flavor["spec"] = {"nodeLabels": dict(node_labels)}
     resources = [{"name": resource, "nominalQuota": amount} for resource, amount in quotas.items()]
     owner = {
         "apiVersion": API,
