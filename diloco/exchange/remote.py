@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from diloco.exchange.store import Range, Read
 
     T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 PART_BYTES = 5 * 2**20
 """Size of an upload's parts: each in flight is copied twice below us (its slice, and what the socket does not take at
@@ -131,7 +134,9 @@ class RemoteStore(Store):
 
     async def _do(self, operation: str, key: str, call: Awaitable[T], size: int = 0) -> T:
         try:
-            return await asyncio.wait_for(call, OPERATION_TIMEOUT + SECONDS_PER_MIB * size / 2**20)
+            # Not wait_for, which before Python 3.12 loses a cancellation that comes together with the answer.
+            async with asyncio.timeout(OPERATION_TIMEOUT + SECONDS_PER_MIB * size / 2**20):
+                return await call
         except DilocoError:
             raise
         except Exception as problem:  # s3fs, botocore and aiohttp have no common base
@@ -176,8 +181,11 @@ class RemoteStore(Store):
         try:
             return await main
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            while not task.done():  # a library below may lose a cancellation
+                task.cancel()
+                await asyncio.wait([task], timeout=0.1)
+            if not task.cancelled() and (problem := task.exception()) is not None:
+                logger.warning("%s: %s", self.uri, problem)
 
     async def _create(self, key: str, data: bytes | bytearray) -> bool:
         try:

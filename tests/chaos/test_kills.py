@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
@@ -55,6 +55,20 @@ def test_survivors_finish_the_round_of_a_replica_killed(
     assert (Member(2, 1) in run.participants(2)) is takes_part
     assert (run.read(payload(2, 2)) is not None) is (point["key"] == header(2, 2))
     comes_back(run, others)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_survivors_average_the_shard_of_an_owner_that_is_killed(
+    new_run: NewRun, when: Literal["before", "after"]
+) -> None:
+    mean = layout.mean(2, 0)  # in round 2 the third participant's
+    run = new_run(rounds=LAST + 1, width=300, exchange={"reduce": "shard"})
+    others = survivors(run)
+    victim = run.start(2, points=[killed(when, "create", mean)])
+    assert victim.end() == KILLED
+    assert Member(2, 1) in run.participants(2)
+    comes_back(run, others)
+    assert run.read(layout.mean(2, 2)) is not None, "a payload of several shards"
 
 
 @pytest.mark.parametrize(("width", "operation"), [(16, "PUT"), (1620, "PART")], ids=["in one request", "in parts"])

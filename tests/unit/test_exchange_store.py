@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 from typing import TYPE_CHECKING
 
@@ -424,3 +425,31 @@ def test_a_store_that_is_down_is_unreachable_at_the_first_contact() -> None:
 def test_members_write_as_they_are_read() -> None:
     assert str(Member(3, 2)) == "rank 3 (attempt 2)"
     assert layout.member_name(Member(3, 2)) == "00003-00002"
+
+
+def test_what_runs_beside_ends_even_if_it_loses_a_cancellation_or_fails(caplog: pytest.LogCaptureFixture) -> None:
+    ended = []
+
+    async def stubborn() -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(3600)
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append("stubborn")
+
+    async def failing() -> None:
+        raise StoreUnreachableError("no answer")
+
+    async def main() -> str:
+        await asyncio.sleep(0.01)
+        return "done"
+
+    async def both() -> None:
+        store = RemoteStore("s3://bucket/run", {})
+        assert await store.beside(main(), stubborn) == "done"
+        assert await store.beside(main(), failing) == "done"
+
+    asyncio.run(asyncio.wait_for(both(), 20))
+    assert ended == ["stubborn"]
+    assert "no answer" in caplog.text
