@@ -5,18 +5,21 @@ Pure functions of names; `infra/` makes what they return, `launch.py access --cl
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from diloco.executors.kubernetes_manifest import Kind
 
 LAUNCHER = "diloco-launcher"
 
 Manifest = dict[str, Any]
 
 
-def launcher_rules() -> list[dict[str, list[str]]]:
+def launcher_rules(workload: Kind = "job") -> list[dict[str, list[str]]]:
     """What `scripts/launch.py --backend kubernetes` does, and nothing else
     (https://kubernetes.io/docs/reference/access-authn-authz/rbac/).
     """
-    return [
+    rules = [
         {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["create", "delete", "get", "list", "patch"]},
         {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]},
         {"apiGroups": [""], "resources": ["pods/log"], "verbs": ["get"]},
@@ -24,15 +27,20 @@ def launcher_rules() -> list[dict[str, list[str]]]:
         {"apiGroups": [""], "resources": ["events"], "verbs": ["list"]},
         {"apiGroups": ["kueue.x-k8s.io"], "resources": ["workloads"], "verbs": ["list"]},
     ]
+    if workload == "volcano":
+        rules.append(
+            {"apiGroups": ["batch.volcano.sh"], "resources": ["jobs"], "verbs": ["create", "delete", "list"]},
+        )
+    return rules
 
 
-def launcher_role(namespace: str) -> Manifest:
+def launcher_role(namespace: str, workload: Kind = "job") -> Manifest:
     """A Role with the launcher's rules."""
     return {
         "apiVersion": "rbac.authorization.k8s.io/v1",
         "kind": "Role",
         "metadata": {"name": LAUNCHER, "namespace": namespace},
-        "rules": launcher_rules(),
+        "rules": launcher_rules(workload),
     }
 
 
@@ -65,7 +73,12 @@ def restricted_namespace(namespace: str) -> Manifest:
     }
 
 
-def cluster_documents(namespace: str) -> Manifest:
+def cluster_documents(namespace: str, workload: Kind = "job") -> Manifest:
     """All of it as one List, for `kubectl apply -f -`."""
-    items = [make(namespace) for make in (restricted_namespace, launcher_account, launcher_role, launcher_binding)]
+    items = [
+        restricted_namespace(namespace),
+        launcher_account(namespace),
+        launcher_role(namespace, workload),
+        launcher_binding(namespace),
+    ]
     return {"apiVersion": "v1", "kind": "List", "items": items}

@@ -6,9 +6,10 @@ import asyncio
 import json
 import os
 from collections import Counter
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from diloco.detached import stop_launcher
 from diloco.errors import ConfigurationError, DilocoError
@@ -16,17 +17,16 @@ from diloco.exchange.clock import SystemClock
 from diloco.exchange.retrying import RetryingStore
 from diloco.exchange.settings import ExchangeSettings
 from diloco.exchange.store import open_store
-from diloco.executors import kubernetes_jobs as jobs
-from diloco.executors.kubernetes_clients import ask
 from diloco.executors.kubernetes_manifest import (
     CREDENTIALS,
     ENDPOINT_ANNOTATION,
     GPU,
-    QUEUE_LABEL,
     RUN_LABEL,
     TOKEN,
+    Kind,
     PodSettings,
 )
+from diloco.executors.kubernetes_workloads import WORKLOADS, workload_of
 from diloco.report import read_report
 from diloco.run import Pace
 from diloco.spec import LAUNCHER_VARIABLE, RunSettings
@@ -35,6 +35,7 @@ from diloco.status import ReplicaStatus, RunStatus, read_beats
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from diloco.exchange.store import Store
     from diloco.executors.base import ReplicaHandle, ReplicaResult
@@ -59,7 +60,7 @@ class Restored:
 
 def restore(job: Mapping[str, Any]) -> Restored:
     """Find out how a run was started, by its Job. Raises ConfigurationError for a Job that is no run's."""
-    metadata, template = job["metadata"], job["spec"]["template"]["spec"]
+    metadata, template = job["metadata"], WORKLOADS[workload_of(job)].template(job)["spec"]
     container = template["containers"][0]
     given = dict(zip(container["args"][::2], container["args"][1::2], strict=False))
     try:
@@ -86,8 +87,8 @@ def restore(job: Mapping[str, Any]) -> Restored:
 
 
 def _pod_settings(job: Mapping[str, Any], run_id: str) -> PodSettings:
-    metadata, spec = job["metadata"], job["spec"]
-    template = spec["template"]["spec"]
+    metadata, kind = job["metadata"], workload_of(job)
+    template = WORKLOADS[kind].template(job)["spec"]
     container = template["containers"][0]
     requests = container["resources"]["requests"]
     plain = {each["name"]: each["value"] for each in container.get("env", ()) if "value" in each}
@@ -109,10 +110,7 @@ def _pod_settings(job: Mapping[str, Any], run_id: str) -> PodSettings:
         memory=requests["memory"],
         gpus=int(requests.get(GPU, 0)),
         shared_memory=memory["sizeLimit"],
-        retries=spec["backoffLimitPerIndex"],
         grace_seconds=template["terminationGracePeriodSeconds"],
-        max_runtime=spec.get("activeDeadlineSeconds"),
-        queue=metadata["labels"].get(QUEUE_LABEL),
         priority_class=template.get("priorityClassName"),
         node_selector=template.get("nodeSelector", {}),
         tolerations=template.get("tolerations", ()),
@@ -124,6 +122,8 @@ def _pod_settings(job: Mapping[str, Any], run_id: str) -> PodSettings:
         region=plain.get("AWS_REGION"),
         env={name: value for name, value in plain.items() if name not in own},
         labels={name: value for name, value in metadata["labels"].items() if not name.startswith(_OWN_LABELS)},
+        workload=kind,
+        **WORKLOADS[kind].own_settings(job),
     )
 
 
@@ -141,15 +141,28 @@ def storage_options(region: str | None) -> dict[str, Any]:
     return {} if region is None else {"client_kwargs": {"region_name": region}}
 
 
-def found_job(executor: KubernetesExecutor) -> dict[str, Any]:
-    """The run's Job. Raises ConfigurationError if there is none."""
-    job = executor.job()
-    if job is None:
-        raise ConfigurationError(
-            f"run {executor.settings.run_id} has no Job in namespace {executor.settings.namespace}: `list` shows those"
-            " that have; `run --run-id` starts it again"
-        )
-    return job
+def found_job(clients: Clients, namespace: str, run_id: str) -> dict[str, Any]:
+    """The run's Job, of whichever kind. Raises ConfigurationError if there is none."""
+    from diloco.executors.kubernetes import KubernetesExecutor
+
+    for kind in _kinds():
+        with _unless_denied(kind):
+            job = KubernetesExecutor(PodSettings(run_id, namespace, "", workload=kind), clients=clients).job()
+            if job is not None:
+                return job
+    raise ConfigurationError(
+        f"run {run_id} has no Job in namespace {namespace}: `list` shows those that have; `run --run-id`"
+        " starts it again"
+    )
+
+
+def _kinds() -> tuple[Kind, ...]:
+    return get_args(Kind)
+
+
+def _unless_denied(kind: Kind) -> AbstractContextManager[None]:
+    """Other kinds than the default are looked for where the launcher's Role has them."""
+    return nullcontext() if kind == "job" else suppress(ConfigurationError)
 
 
 def endpoint_of(job: Mapping[str, Any]) -> str | None:
@@ -199,17 +212,13 @@ def list_runs(clients: Clients, namespace: str) -> list[dict[str, Any]]:
 
     Raises DilocoError.
     """
-    found = ask(clients.batch.list_namespaced_job, namespace, label_selector=RUN_LABEL)["items"]
+    found: list[dict[str, Any]] = []
+    for kind in _kinds():
+        with _unless_denied(kind):
+            found += WORKLOADS[kind].find(clients, namespace, RUN_LABEL)
     runs = []
     for job in sorted(found, key=lambda job: str(job["metadata"]["creationTimestamp"]), reverse=True):
-        status = job.get("status", {})
-        counts = Counter(
-            {
-                "succeeded": len(jobs.indexes(status.get("completedIndexes"))),
-                "failed": len(jobs.indexes(status.get("failedIndexes"))),
-                "active": status.get("active", 0),
-            }
-        )
+        counts = Counter(WORKLOADS[workload_of(job)].counts(job))
         started = datetime.fromisoformat(job["metadata"]["creationTimestamp"])
         runs.append(
             {

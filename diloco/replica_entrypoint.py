@@ -158,7 +158,7 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> argparse.Na
     if options.world_size is None:
         options.world_size = _number(environ, "WORLD_SIZE")
     if options.rank is None:
-        options.rank = _number(environ, "REPLICA_RANK", "JOB_COMPLETION_INDEX")
+        options.rank = _number(environ, "REPLICA_RANK", "JOB_COMPLETION_INDEX", "VC_TASK_INDEX")
     missing = [
         f"{flag} or {variable}"
         for flag, variable, value in (

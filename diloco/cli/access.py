@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from diloco.cli.app import app
-from diloco.cli.options import OutputsOption, StackOption  # noqa: TC001 - typer reads the annotations
+from diloco.cli.options import OutputsOption, StackOption, WorkloadKind
 from diloco.errors import ConfigurationError
 
 
@@ -50,6 +50,9 @@ def access(
     audience: Annotated[str | None, typer.Option(help="gcp, azure: the audience that tokens are asked for.")] = None,
     tenant: Annotated[str | None, typer.Option(help="azure: the Entra ID tenant.")] = None,
     namespace: Annotated[str, typer.Option(help="kubernetes: of the runs.")] = "diloco",
+    workload: Annotated[
+        WorkloadKind, typer.Option(help="kubernetes: what else than Indexed Jobs the launcher makes.")
+    ] = WorkloadKind.job,
     document: Annotated[
         str | None, typer.Option(help="Only this document, bare, for `aws iam --policy-document`.")
     ] = None,
@@ -58,7 +61,7 @@ def access(
     if cloud is Cloud.kubernetes:
         from diloco.cluster_access import cluster_documents
 
-        sys.stdout.write(json.dumps(cluster_documents(namespace), indent=1) + "\n")
+        sys.stdout.write(json.dumps(cluster_documents(namespace, workload.value), indent=1) + "\n")
         return 0
     from diloco.grants import Grants, federated_documents, grants_of
 

@@ -165,13 +165,12 @@ class FoundRun:
     def __init__(self, run_id: str, place: ClusterPlace) -> None:
         from diloco.exchange.layout import RUN_ID
         from diloco.executors.kubernetes import KubernetesExecutor
-        from diloco.executors.kubernetes_manifest import PodSettings
         from diloco.kubernetes_run import found_job, restore
 
         if not RUN_ID.fullmatch(run_id):
             raise ConfigurationError(f"{run_id!r} is no run id: use lower-case letters, digits and hyphens")
         self.clients = place.clients
-        self.job = found_job(KubernetesExecutor(PodSettings(run_id, place.namespace, ""), clients=self.clients))
+        self.job = found_job(self.clients, place.namespace, run_id)
         self.restored: Restored = restore(self.job)
         self.executor: KubernetesExecutor = KubernetesExecutor(self.restored.pods, clients=self.clients)
         self._console = Console(highlight=False)

@@ -29,6 +29,13 @@ class Backend(StrEnum):
     kubernetes = "kubernetes"
 
 
+class WorkloadKind(StrEnum):
+    """What wraps the pods on a cluster."""
+
+    job = "job"
+    volcano = "volcano"
+
+
 def seconds(text: str | int) -> int:
     """A time such as 90, 90s, 30m, 2h or 5d, in seconds. Raises ConfigurationError."""
     found = re.fullmatch(r"(\d+)([smhd]?)", str(text).strip())
@@ -68,6 +75,9 @@ KubeconfigOption = Annotated[
     Path | None, typer.Option(help="kubernetes: file with the cluster's address.  [default: as kubectl]")
 ]
 ContextOption = Annotated[str | None, typer.Option(help="kubernetes: context of that file.  [default: the current]")]
+WorkloadOption = Annotated[
+    WorkloadKind, typer.Option(help="kubernetes: an Indexed Job, or a Volcano Job, which needs Volcano.")
+]
 TakeoverOption = Annotated[bool, typer.Option("--takeover", help="Replace a launcher that may live at once.")]
 
 

@@ -26,6 +26,8 @@ from diloco.cli.options import (
     SpotOption,
     StackOption,
     TakeoverOption,
+    WorkloadKind,
+    WorkloadOption,
     pairs,
     seconds,
     types,
@@ -158,7 +160,8 @@ def run(
             help="kubernetes: Secret with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, where pods have no role.",
         ),
     ] = None,
-    queue: Annotated[str | None, typer.Option(help="kubernetes: Kueue's LocalQueue.")] = None,
+    queue: Annotated[str | None, typer.Option(help="kubernetes: Kueue's LocalQueue, or Volcano's Queue.")] = None,
+    workload: WorkloadOption = WorkloadKind.job,
     cpu: Annotated[str, typer.Option(help="kubernetes: CPUs of a replica.")] = "1",
     memory: Annotated[str, typer.Option(help="kubernetes: memory of a replica.")] = "4Gi",
     shared_memory: Annotated[str, typer.Option(help="kubernetes: its part that is /dev/shm.")] = "1Gi",
@@ -250,6 +253,7 @@ def run(
                 credentials_secret=credentials_secret,
                 token_secret=hf_token_secret,
                 endpoint_url=endpoint_url,
+                workload=workload.value,
             )
         )
     if found is not None:

@@ -1,4 +1,4 @@
-"""Replicas as the indexes of one Kubernetes Job.
+"""Replicas as the indexes of one Kubernetes Job, or of another kind of object that wraps the same pods.
 
 The cluster supervises: the Job controller restarts a rank that died and gives up one that can't be helped, and nothing
 that matters is in this process. A Job is found again by its run's label. The run's state is in the bucket: a Job with a
@@ -17,15 +17,14 @@ from diloco.errors import ConfigurationError, DilocoError
 from diloco.executors import kubernetes_jobs as jobs
 from diloco.executors import kubernetes_limits as limits
 from diloco.executors.base import ReplicaHandle, ReplicaResult
-from diloco.executors.kubernetes_clients import Clients, TakenError, ask, try_to
+from diloco.executors.kubernetes_clients import Clients, TakenError, ask
 from diloco.executors.kubernetes_logs import LogReader
 from diloco.executors.kubernetes_manifest import (
     QUEUE_LABEL,
-    RANK_LABEL,
     RENDEZVOUS_ANNOTATION,
     RUN_LABEL,
-    job_manifest,
 )
+from diloco.executors.kubernetes_workloads import WORKLOADS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from diloco.executors.kubernetes_manifest import PodSettings
 
 _WAIT_EVERY = 0.5
-_KUEUE = "kueue.x-k8s.io"
 
 
 class KubernetesExecutor:
@@ -57,6 +55,7 @@ class KubernetesExecutor:
         on_note: Callable[[str], None] | None = None,
     ) -> None:
         self.settings = settings
+        self.workload = WORKLOADS[settings.workload]
         self.clients = clients or Clients()
         self._look_every = look_every
         self._stop_seconds = stop_seconds
@@ -92,11 +91,7 @@ class KubernetesExecutor:
 
     def job(self) -> dict[str, Any] | None:
         """The run's Job as the API has it, found by its label. Raises DilocoError."""
-        found = ask(
-            self.clients.batch.list_namespaced_job,
-            self.settings.namespace,
-            label_selector=f"{RUN_LABEL}={self.settings.run_id}",
-        )["items"]
+        found = self.workload.find(self.clients, self.settings.namespace, self._selector)
         # A stack replaces its Job by one of another name: for a while both are there.
         newest = sorted(
             found, key=lambda job: ("deletionTimestamp" not in job["metadata"], job["metadata"]["creationTimestamp"])
@@ -148,8 +143,9 @@ class KubernetesExecutor:
         All three numbers change in one patch: the API takes a new `completions` only with an equal `parallelism`.
         Raises ConfigurationError where it can't work, DilocoError if there is no running Job.
         """
+        self.workload.refuse_scale()
         job = self.job()
-        if job is None or jobs.outcome(job) is not None:
+        if job is None or self.workload.outcome(job) is not None:
             raise DilocoError(f"run {self.settings.run_id} has no running Job: `resume` starts it again")
         present = int(job["spec"]["completions"])
         if policy == "strict":
@@ -175,19 +171,19 @@ class KubernetesExecutor:
 
     def _create(self, spec: ReplicaSpec) -> None:
         settings = self.settings
-        manifest = job_manifest(settings, spec)
+        manifest = self.workload.manifest(settings, spec)
         while True:
             job = self.job()
             if job is not None:
                 self._check_owner(job, spec)
                 name = job["metadata"]["name"]
-                if "deletionTimestamp" not in job["metadata"] and jobs.outcome(job) is None:
+                if "deletionTimestamp" not in job["metadata"] and self.workload.outcome(job) is None:
                     self._note(f"job {name} is there already, and goes on")
                     return
                 self._note(f"job {name} has ended: it is replaced")
                 self._delete()
             try:
-                ask(self.clients.batch.create_namespaced_job, settings.namespace, manifest)
+                self.workload.create(self.clients, settings.namespace, manifest)
             except TakenError:
                 if self.job() is None:
                     raise  # not this project's
@@ -198,8 +194,8 @@ class KubernetesExecutor:
         theirs = job["metadata"].get("annotations", {}).get(RENDEZVOUS_ANNOTATION)
         if theirs != spec.rendezvous_uri:
             raise ConfigurationError(
-                f"the Job {self.settings.namespace}/{job['metadata']['name']} is another run's, at {theirs}, not at"
-                f" {spec.rendezvous_uri}: choose another --run-id"
+                f"the {self.workload.title} {self.settings.namespace}/{job['metadata']['name']} is another run's, at"
+                f" {theirs}, not at {spec.rendezvous_uri}: choose another --run-id"
             )
 
     def _delete(self) -> None:
@@ -208,13 +204,8 @@ class KubernetesExecutor:
         grace = settings.grace_seconds
         job = self.job()
         if job is not None:
-            grace = job["spec"]["template"]["spec"].get("terminationGracePeriodSeconds", grace)
-            try_to(
-                self.clients.batch.delete_namespaced_job,
-                job["metadata"]["name"],
-                settings.namespace,
-                propagation_policy="Foreground",
-            )
+            grace = self.workload.template(job)["spec"].get("terminationGracePeriodSeconds", grace)
+            self.workload.delete(self.clients, settings.namespace, job["metadata"]["name"])
         deadline = time.monotonic() + grace + self._stop_seconds
         while (left := [pod["metadata"]["name"] for pod in self._pods()]) or self.job() is not None:
             if time.monotonic() >= deadline:
@@ -238,7 +229,7 @@ class KubernetesExecutor:
             }
         else:
             pods = self._pods()
-            now = jobs.rank_states(job, pods, self._held(job, pods))
+            now = self.workload.rank_states(job, pods, self._held(job, pods))
             gone = {
                 rank: replace(state, status="cancelled", why="the run was scaled down")
                 for rank, state in self._states.items()
@@ -249,10 +240,10 @@ class KubernetesExecutor:
 
     def _held(self, job: dict[str, Any], pods: Sequence[Any]) -> str | None:
         """Why a Job without pods has none, in the words of whoever holds it."""
-        if len(pods) >= job["spec"]["completions"] or jobs.is_over(job):
+        if len(pods) >= self.workload.replicas(job) or self.workload.outcome(job) is not None:
             return None
-        if job["spec"].get("suspend"):
-            return self._queued(job)
+        if (queued := self.workload.held(self.clients, job)) is not None:
+            return queued
         events = ask(
             self.clients.core.list_namespaced_event,
             self.settings.namespace,
@@ -260,26 +251,6 @@ class KubernetesExecutor:
         )["items"]
         newest = max(events, key=lambda event: event.get("lastTimestamp") or "", default=None)
         return None if newest is None else f"its pods are refused: {newest['message']}"
-
-    def _queued(self, job: dict[str, Any]) -> str:
-        queue = job["metadata"]["labels"].get(QUEUE_LABEL)
-        if queue is None:
-            return "the Job is suspended: `kubectl patch` it with suspend false"
-        for version in ("v1beta2", "v1beta1"):
-            with suppress(DilocoError):
-                found = try_to(
-                    self.clients.custom.list_namespaced_custom_object,
-                    _KUEUE,
-                    version,
-                    self.settings.namespace,
-                    "workloads",
-                    label_selector=f"{_KUEUE}/job-uid={job['metadata']['uid']}",
-                )
-                for workload in (found or {}).get("items", ()):
-                    for condition in workload.get("status", {}).get("conditions", ()):
-                        if condition["type"] == "QuotaReserved" and condition["status"] == "False":
-                            return f"queue {queue}: {condition['message']}"
-        return f"queue {queue}: waits for its turn"
 
     def _known(self, rank: int) -> dict[str, Any]:
         state = self._states.get(rank)
@@ -290,7 +261,8 @@ class KubernetesExecutor:
 
     def _handle(self, rank: int) -> ReplicaHandle:
         settings = self.settings
-        where = f"kubectl logs --namespace {settings.namespace} --selector {RANK_LABEL}={rank},{self._selector}"
+        selector = f"{self.workload.rank_label}={rank},{self._selector}"
+        where = f"kubectl logs --namespace {settings.namespace} --selector {selector}"
         handle = ReplicaHandle(rank, self.backend_name, f"{settings.name}-{rank}", "pending", log_location=where)
         return replace(handle, **self._known(rank))
 

@@ -118,7 +118,8 @@ def explained(problem: Any) -> DilocoError:
     if problem.status == 401:
         return ConfigurationError(f"the cluster does not know who you are ({text}): log in anew")
     if problem.status == 403 and "is forbidden: User" in text:
-        return ConfigurationError(f"{text}: bind the Role that `access --cloud kubernetes` prints")
+        more = " --workload volcano" if "batch.volcano.sh" in text else ""
+        return ConfigurationError(f"{text}: bind the Role that `access --cloud kubernetes{more}` prints")
     if problem.status in (400, 403, 422):
         return ConfigurationError(f"the cluster refuses it: {text}")
     if problem.status == 409 and "already exists" in text:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from diloco.executors.kubernetes_manifest import CONTAINER, RANK_LABEL
+from diloco.executors.kubernetes_manifest import CONTAINER, RANK_LABEL, VOLCANO_RANK_LABEL
 from diloco.executors.local import ERROR_PREFIX
 
 if TYPE_CHECKING:
@@ -47,26 +47,27 @@ def rank_states(job: Mapping[str, Any], pods: Sequence[Mapping[str, Any]], held:
     for rank in range(job["spec"]["completions"]):
         pod = newest.get(rank)
         if rank in succeeded:
-            state = _state(rank, "succeeded", pod, exit_code=0)
+            state = state_of(rank, "succeeded", pod, exit_code=0)
         elif rank in failed:
-            state = _state(rank, "failed", pod, why=why_ended(pod))
+            state = state_of(rank, "failed", pod, why=why_ended(pod))
         elif ending is not None:
-            state = _state(rank, "cancelled", pod, why=ending[1])
+            state = state_of(rank, "cancelled", pod, why=ending[1])
         elif pod is None:
-            state = _state(rank, "pending", None, exit_code=None, why=held)
+            state = state_of(rank, "pending", None, exit_code=None, why=held)
         elif pod["status"].get("phase") == "Running":
-            state = _state(rank, "running", pod, exit_code=None)
+            state = state_of(rank, "running", pod, exit_code=None)
         elif pod["status"].get("phase") == "Pending":
-            state = _state(rank, "pending", pod, exit_code=None, why=why_waiting(pod))
+            state = state_of(rank, "pending", pod, exit_code=None, why=why_waiting(pod))
         else:  # it has ended, and its successor is not there yet
-            state = _state(rank, "pending", pod, exit_code=None, why=f"restarts after: {why_ended(pod)}")
+            state = state_of(rank, "pending", pod, exit_code=None, why=f"restarts after: {why_ended(pod)}")
         found.append(state)
     return found
 
 
-def _state(
+def state_of(
     rank: int, status: Status, pod: Mapping[str, Any] | None, *, exit_code: int | None = -1, why: str | None = None
 ) -> RankState:
+    """A rank with what its pod says; its exit code too, unless one is given."""
     annotations = {} if pod is None else pod["metadata"].get("annotations", {})
     return RankState(
         rank,
@@ -93,10 +94,17 @@ def newest_pods(pods: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any
     """The newest pod of each rank."""
     newest: dict[int, Mapping[str, Any]] = {}
     for pod in sorted(pods, key=lambda pod: (pod["metadata"].get("creationTimestamp") or "", failures(pod))):
-        rank = pod["metadata"].get("labels", {}).get(RANK_LABEL)
+        rank = rank_of(pod)
         if rank is not None:
-            newest[int(rank)] = pod
+            newest[rank] = pod
     return newest
+
+
+def rank_of(pod: Mapping[str, Any]) -> int | None:
+    """The rank of a run's pod, whatever wraps it; None for a pod that is no replica."""
+    labels = pod["metadata"].get("labels", {})
+    found = labels.get(RANK_LABEL, labels.get(VOLCANO_RANK_LABEL))
+    return None if found is None else int(found)
 
 
 def failures(pod: Mapping[str, Any]) -> int:
@@ -112,14 +120,6 @@ def outcome(job: Mapping[str, Any]) -> tuple[str, str] | None:
             kind = "Complete" if condition["type"] == "Complete" else "Failed"
             return kind, condition.get("message") or condition.get("reason") or kind
     return None
-
-
-def is_over(job: Mapping[str, Any]) -> bool:
-    """Whether nothing of it runs or ever will."""
-    return any(
-        condition["type"] in ("Complete", "Failed") and condition["status"] == "True"
-        for condition in job.get("status", {}).get("conditions", ())
-    )
 
 
 def why_waiting(pod: Mapping[str, Any]) -> str | None:

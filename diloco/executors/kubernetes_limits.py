@@ -56,7 +56,8 @@ def problems_of(settings: PodSettings, specs: Sequence[ReplicaSpec]) -> Iterator
 
 
 def _name_problems(settings: PodSettings, replicas: int) -> Iterator[str]:
-    longest = f"{settings.name}-{max(replicas - 1, 0)}"
+    between = "-replica" if settings.workload == "volcano" else ""  # its task's name
+    longest = f"{settings.name}{between}-{max(replicas - 1, 0)}"
     if not _LABEL.fullmatch(settings.name) or len(longest) > 63:
         yield (
             f"the Job's name {settings.name!r}: with the rank it must be at most 63 lower-case letters, digits and"

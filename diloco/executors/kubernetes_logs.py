@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.errors import DilocoError
 from diloco.executors.kubernetes_clients import TIMEOUT, ask, explained
-from diloco.executors.kubernetes_jobs import failures
-from diloco.executors.kubernetes_manifest import CONTAINER, RANK_LABEL
+from diloco.executors.kubernetes_jobs import failures, rank_of
+from diloco.executors.kubernetes_manifest import CONTAINER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,9 +37,10 @@ class LogReader:
     def __init__(self, core: Any, namespace: str, selector: str, rank: int | None = None) -> None:
         self._core = core
         self._namespace = namespace
-        self._selector = selector if rank is None else f"{selector},{RANK_LABEL}={rank}"
+        self._selector = selector
+        self._rank = rank
         self._seen: dict[str, tuple[str, int]] = {}
-        """Pod → the newest stamp, and how many lines had it."""
+        """Pod's uid → the newest stamp, and how many lines had it. Volcano gives successors the same name."""
         self._finished: set[str] = set()
 
     def lines(self, *, follow: bool, ended: Callable[[], bool], look_every: float = LOOK_EVERY) -> Iterator[LogLine]:
@@ -63,16 +64,18 @@ class LogReader:
         pods = ask(self._core.list_namespaced_pod, self._namespace, label_selector=self._selector)["items"]
         found: list[LogLine] = []
         for pod in sorted(pods, key=failures):
-            name, rank = pod["metadata"]["name"], pod["metadata"].get("labels", {}).get(RANK_LABEL)
-            if rank is None or name in self._finished or pod["status"].get("phase") == "Pending":
+            uid, rank = pod["metadata"]["uid"], rank_of(pod)
+            if rank is None or self._rank not in (None, rank):
                 continue
-            found += self._read(name, int(rank))
+            if uid in self._finished or pod["status"].get("phase") == "Pending":
+                continue
+            found += self._read(uid, pod["metadata"]["name"], rank)
             if pod["status"].get("phase") in ("Succeeded", "Failed"):
-                self._finished.add(name)
+                self._finished.add(uid)
         return sorted(found, key=lambda line: line.stamp)
 
-    def _read(self, pod: str, rank: int) -> list[LogLine]:
-        newest, count = self._seen.get(pod, ("", 0))
+    def _read(self, uid: str, pod: str, rank: int) -> list[LogLine]:
+        newest, count = self._seen.get(uid, ("", 0))
         since = {"since_seconds": _seconds_since(newest)} if newest else {}
         lines: list[LogLine] = []
         skipped = 0
@@ -87,7 +90,7 @@ class LogReader:
         if lines:
             last = lines[-1].stamp
             same = sum(1 for line in lines if line.stamp == last)
-            self._seen[pod] = last, same + (count if last == newest else 0)
+            self._seen[uid] = last, same + (count if last == newest else 0)
         return lines
 
     def _log(self, pod: str, **since: int) -> str:

@@ -7,7 +7,7 @@ times, without touching the others. https://kubernetes.io/docs/concepts/workload
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from diloco.errors import ExitCode
 from diloco.exchange.settings import ExchangeSettings
@@ -22,6 +22,8 @@ CONTAINER = "replica"
 RUN_LABEL = "diloco/run-id"
 RANK_LABEL = "batch.kubernetes.io/job-completion-index"
 """The Job controller's own, on every pod."""
+VOLCANO_RANK_LABEL = "volcano.sh/task-index"
+"""Volcano's, on every pod of a task."""
 RENDEZVOUS_ANNOTATION = "diloco/rendezvous-uri"
 ENDPOINT_ANNOTATION = "diloco/endpoint-url"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
@@ -42,6 +44,7 @@ FOR_GPU = {
 CREDENTIALS = (("AWS_ACCESS_KEY_ID", False), ("AWS_SECRET_ACCESS_KEY", False), ("AWS_SESSION_TOKEN", True))
 """Keys that are read of a Secret with credentials, and whether they may be missing."""
 TOKEN = "HF_TOKEN"  # noqa: S105 - a key's name
+Kind = Literal["job", "volcano"]
 HOPELESS = (ExitCode.USAGE, ExitCode.FENCED, ExitCode.BAD_CONFIGURATION)
 """Exit codes after which the same pod again would end the same way, or must not be there."""
 
@@ -69,7 +72,7 @@ class PodSettings:
     max_runtime: int | None = None
     """Seconds after which the cluster ends the run."""
     queue: str | None = None
-    """A Kueue LocalQueue, which starts the Job when its quota allows."""
+    """A Kueue LocalQueue, which starts the Job when its quota allows; for Volcano one of its Queues."""
     priority_class: str | None = None
     node_selector: Mapping[str, str] = field(default_factory=dict)
     tolerations: Sequence[Mapping[str, str]] = ()
@@ -86,6 +89,8 @@ class PodSettings:
     env: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
     """More labels of the Job and its pods."""
+    workload: Kind = "job"
+    """What wraps the pods: an Indexed Job, or a Volcano Job."""
 
     @property
     def name(self) -> str:

@@ -123,6 +123,14 @@ def test_the_job_completion_index_is_the_rank_unless_one_is_given() -> None:
     assert parse(["--rank", "0"], indexed).rank == 0
 
 
+def test_volcanos_task_index_is_the_rank_unless_one_is_given() -> None:
+    task = {"RENDEZVOUS_URI": "file:///a", "WORLD_SIZE": "4", "VC_TASK_INDEX": "2"}
+    assert parse([], task).rank == 2
+    assert parse([], task | {"JOB_COMPLETION_INDEX": "3"}).rank == 3
+    assert parse([], task | {"REPLICA_RANK": "1"}).rank == 1
+    assert parse(["--rank", "0"], task).rank == 0
+
+
 def test_sagemaker_says_train() -> None:
     assert parse(["train"], ENV).rank == 3
     assert parse(["train", "--rank", "1"], ENV).rank == 1
@@ -140,7 +148,7 @@ def test_every_missing_value_is_named() -> None:
         parse(["--rank", "0"], {"RENDEZVOUS_URI": "file:///a"})
 
 
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "REPLICA_RANK", "JOB_COMPLETION_INDEX"])
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "REPLICA_RANK", "JOB_COMPLETION_INDEX", "VC_TASK_INDEX"])
 def test_a_number_that_is_none_is_named(name: str) -> None:
     environ = {key: value for key, value in ENV.items() if key != "REPLICA_RANK"} | {name: "two"}
     with pytest.raises(ConfigurationError, match=f"{name} is 'two': it must be a whole number"):
