@@ -5,14 +5,13 @@ Pure functions of names; `infra/` makes what they return, `launch.py access --cl
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from diloco.executors.kubernetes_manifest import Kind
+from typing import Any, Literal
 
 LAUNCHER = "diloco-launcher"
 
 Manifest = dict[str, Any]
+Kind = Literal["job", "volcano"]
+"""What wraps the pods of the launcher's runs."""
 
 
 def launcher_rules(workload: Kind = "job") -> list[dict[str, list[str]]]:
