@@ -59,9 +59,10 @@ def bits(outcome: object) -> bytes:
 class Members:
     """Three members in one event loop, a store each."""
 
-    def __init__(self, uri: str, policy: str, codec: str = "fp32", **settings: Any) -> None:
+    def __init__(self, uri: str, policy: str, codec: str = "fp32", *, shards: int = 1, **settings: Any) -> None:
         self.uri = uri
-        self.run = run_record(policy=policy, codec=codec, chunk_bytes=65536)
+        reduce = "shard" if shards > 1 else "gather"
+        self.run = run_record(policy=policy, codec=codec, chunk_bytes=65536, reduce=reduce, shards=shards)
         # Long, so that only what a test is about can end a wait; a grace is given where it must run out.
         plain = {"policy": policy, "grace": 60.0, "timeout": 60.0, "poll_first": 0.005, "poll_most": 0.02}
         self.settings = ExchangeSettings.model_validate(plain | settings)
@@ -141,6 +142,18 @@ def test_all_get_the_same_bits_in_few_bits(store_uri: str, codec: str, nearly: f
             )
 
     run(Members(store_uri, "skip", codec, grace=0.1), scenario)
+
+
+def test_a_sharded_reduction_has_the_same_bits_and_fewer_bytes(store_uri: str) -> None:
+    async def scenario(members: Members) -> None:
+        outcomes = await asyncio.gather(*(members.take_part(rank) for rank in range(3)))
+        assert {bits(outcome) for outcome in outcomes} == {by_hand(0, 1, 2)}
+        names = [layout.mean(0, shard) for shard in range(3)]
+        assert [entry.key for entry in await members.store.list(layout.means(0))] == names
+        most = 2 * (2 / 3) * NUMEL * 4 + 3 * 65536  # shards are whole chunks
+        assert all(member.context.store.stats.bytes_down < most for member in members.all)
+
+    run(Members(store_uri, "strict", shards=3), scenario)
 
 
 def test_a_straggler_is_left_out_and_applies_the_mean_all_the_same(store_uri: str) -> None:
