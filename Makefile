@@ -32,7 +32,7 @@ $(VENV)/.installed: requirements.lock pyproject.toml
 	touch $@
 
 demo: install
-	$(BIN)/python scripts/launch.py run --local --replicas 4 --steps 200 --sync-every 25 --baseline
+	$(BIN)/python scripts/launch.py run --local --replicas 4 --steps 100 --sync-every 20 --baseline
 
 # One process more than cores: many tests wait for processes of their own. A file's tests share one, and what is dear to
 # start in it. JOBS=0 runs them one after another.

@@ -28,8 +28,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0,1,2", help="default: %(default)s")
     parser.add_argument("--replicas", default="4")
-    parser.add_argument("--steps", default="200")
-    parser.add_argument("--sync-every", default="25")
+    parser.add_argument("--steps", default="100")
+    parser.add_argument("--sync-every", default="20")
     parser.add_argument(
         "--codecs", default="", help="besides fp32, which always runs: bf16,int8,int4 (default: none of them)"
     )

@@ -40,7 +40,7 @@ class Preset:
 
 
 PRESETS = {
-    "tiny": Preset(hidden_size=96, intermediate_size=192, layers=4, heads=4),  # 0.4 M parameters
+    "tiny": Preset(hidden_size=96, intermediate_size=192, layers=4, heads=3),  # 0.4 M parameters
     "small": Preset(hidden_size=512, intermediate_size=1408, layers=8, heads=8),  # 26 M parameters
 }
 
