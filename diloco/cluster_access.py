@@ -10,7 +10,7 @@ from typing import Any, Literal
 LAUNCHER = "diloco-launcher"
 
 Manifest = dict[str, Any]
-Kind = Literal["job", "volcano"]
+Kind = Literal["job", "volcano", "rayjob"]
 """What wraps the pods of the launcher's runs."""
 
 
@@ -26,10 +26,10 @@ def launcher_rules(workload: Kind = "job") -> list[dict[str, list[str]]]:
         {"apiGroups": [""], "resources": ["events"], "verbs": ["list"]},
         {"apiGroups": ["kueue.x-k8s.io"], "resources": ["workloads"], "verbs": ["list"]},
     ]
-    if workload == "volcano":
-        rules.append(
-            {"apiGroups": ["batch.volcano.sh"], "resources": ["jobs"], "verbs": ["create", "delete", "list"]},
-        )
+    others = {"volcano": ("batch.volcano.sh", "jobs"), "rayjob": ("ray.io", "rayjobs")}
+    if workload in others:
+        group, resource = others[workload]
+        rules.append({"apiGroups": [group], "resources": [resource], "verbs": ["create", "delete", "list"]})
     return rules
 
 

@@ -21,6 +21,7 @@ from diloco.executors.kubernetes_manifest import (
     CREDENTIALS,
     ENDPOINT_ANNOTATION,
     GPU,
+    RAY_VARIABLES,
     RUN_LABEL,
     TOKEN,
     Kind,
@@ -60,9 +61,8 @@ class Restored:
 
 def restore(job: Mapping[str, Any]) -> Restored:
     """Find out how a run was started, by its Job. Raises ConfigurationError for a Job that is no run's."""
-    metadata, template = job["metadata"], WORKLOADS[workload_of(job)].template(job)["spec"]
-    container = template["containers"][0]
-    given = dict(zip(container["args"][::2], container["args"][1::2], strict=False))
+    metadata, words = job["metadata"], WORKLOADS[workload_of(job)].arguments(job)
+    given = dict(zip(words[::2], words[1::2], strict=False))
     try:
         run_id = metadata["labels"][RUN_LABEL]
         kwargs = json.loads(given["--trainer-kwargs-json"])
@@ -100,6 +100,8 @@ def _pod_settings(job: Mapping[str, Any], run_id: str) -> PodSettings:
     memory = next(volume["emptyDir"] for volume in template["volumes"] if volume["name"] == "shm")
     spread = template.get("topologySpreadConstraints", [])
     own = {"AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", LAUNCHER_VARIABLE, "JOB_COMPLETION_INDEX"}
+    if kind == "rayjob":
+        own.update(RAY_VARIABLES)
     return PodSettings(
         run_id=run_id,
         namespace=metadata["namespace"],

@@ -34,6 +34,7 @@ class WorkloadKind(StrEnum):
 
     job = "job"
     volcano = "volcano"
+    rayjob = "rayjob"
 
 
 def seconds(text: str | int) -> int:
@@ -76,7 +77,10 @@ KubeconfigOption = Annotated[
 ]
 ContextOption = Annotated[str | None, typer.Option(help="kubernetes: context of that file.  [default: the current]")]
 WorkloadOption = Annotated[
-    WorkloadKind, typer.Option(help="kubernetes: an Indexed Job, or a Volcano Job, which needs Volcano.")
+    WorkloadKind,
+    typer.Option(
+        help="kubernetes: an Indexed Job; or a Volcano Job or a RayJob a rank, which need Volcano or KubeRay."
+    ),
 ]
 TakeoverOption = Annotated[bool, typer.Option("--takeover", help="Replace a launcher that may live at once.")]
 

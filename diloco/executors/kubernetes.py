@@ -179,6 +179,7 @@ class KubernetesExecutor:
                 name = job["metadata"]["name"]
                 if "deletionTimestamp" not in job["metadata"] and self.workload.outcome(job) is None:
                     self._note(f"job {name} is there already, and goes on")
+                    self.workload.complete(self.clients, settings.namespace, job, manifest)
                     return
                 self._note(f"job {name} has ended: it is replaced")
                 self._delete()
@@ -187,6 +188,12 @@ class KubernetesExecutor:
             except TakenError:
                 if self.job() is None:
                     raise  # not this project's
+            except DilocoError as problem:
+                if self.job() is None:
+                    raise
+                # One of several objects could not be made: none of them stays.
+                self._delete()
+                raise type(problem)(f"{problem}: what had been made of the run is deleted again") from None
             else:
                 return
 
@@ -205,7 +212,7 @@ class KubernetesExecutor:
         job = self.job()
         if job is not None:
             grace = self.workload.template(job)["spec"].get("terminationGracePeriodSeconds", grace)
-            self.workload.delete(self.clients, settings.namespace, job["metadata"]["name"])
+            self.workload.delete(self.clients, settings.namespace, job)
         deadline = time.monotonic() + grace + self._stop_seconds
         while (left := [pod["metadata"]["name"] for pod in self._pods()]) or self.job() is not None:
             if time.monotonic() >= deadline:

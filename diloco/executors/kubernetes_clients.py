@@ -118,7 +118,8 @@ def explained(problem: Any) -> DilocoError:
     if problem.status == 401:
         return ConfigurationError(f"the cluster does not know who you are ({text}): log in anew")
     if problem.status == 403 and "is forbidden: User" in text:
-        more = " --workload volcano" if "batch.volcano.sh" in text else ""
+        kinds = {"batch.volcano.sh": "volcano", "ray.io": "rayjob"}
+        more = next((f" --workload {kind}" for group, kind in kinds.items() if f'API group "{group}"' in text), "")
         return ConfigurationError(f"{text}: bind the Role that `access --cloud kubernetes{more}` prints")
     if problem.status in (400, 403, 422):
         return ConfigurationError(f"the cluster refuses it: {text}")

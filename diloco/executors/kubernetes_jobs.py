@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from diloco.executors.kubernetes_manifest import CONTAINER, RANK_LABEL, VOLCANO_RANK_LABEL
+from diloco.executors.kubernetes_manifest import CONTAINER, RANK_LABELS
 from diloco.executors.local import ERROR_PREFIX
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def newest_pods(pods: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any
 def rank_of(pod: Mapping[str, Any]) -> int | None:
     """The rank of a run's pod, whatever wraps it; None for a pod that is no replica."""
     labels = pod["metadata"].get("labels", {})
-    found = labels.get(RANK_LABEL, labels.get(VOLCANO_RANK_LABEL))
+    found = next((labels[name] for name in RANK_LABELS if name in labels), None)
     return None if found is None else int(found)
 
 
@@ -144,17 +144,21 @@ def why_ended(pod: Mapping[str, Any] | None) -> str:
             return f"disrupted: {condition.get('message') or condition.get('reason')}"
     end = terminated(pod)
     lines = str(end.get("message", "")).splitlines()
-    for line in reversed(lines):
-        if line.startswith(ERROR_PREFIX):
-            return line.removeprefix(ERROR_PREFIX)
-    code = end.get("exitCode")
-    if end.get("reason") == "OOMKilled":
+    if end.get("reason") == "OOMKilled" and _error(lines) is None:
         return "killed for want of memory: give it more with --memory"
+    return why_exited(end.get("exitCode"), lines, pod["status"].get("message"))
+
+
+def why_exited(code: int | None, lines: Sequence[str], reason: str | None = None) -> str:
+    """Why a process ended: the last error of its last lines, else the signal, else its exit code with `reason` or those
+    lines.
+    """
+    if (error := _error(lines)) is not None:
+        return error
     if code is not None and code > 128:
         with suppress(ValueError):
             return f"killed by {signal.Signals(code - 128).name}"
-    last = " | ".join(line.strip() for line in lines[-3:] if line.strip())
-    reason = pod["status"].get("message") or last
+    reason = reason or " | ".join(line.strip() for line in lines[-3:] if line.strip())
     return f"exit code {code}" + (f": {reason}" if reason else "")
 
 
@@ -162,6 +166,11 @@ def terminated(pod: Mapping[str, Any] | None) -> dict[str, Any]:
     """How its container ended, empty while it has not."""
     found: dict[str, Any] = {} if pod is None else _container(pod).get("state", {}).get("terminated", {})
     return found
+
+
+def _error(lines: Sequence[str]) -> str | None:
+    found = (line.removeprefix(ERROR_PREFIX) for line in reversed(lines) if line.startswith(ERROR_PREFIX))
+    return next(found, None)
 
 
 def _container(pod: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from diloco.errors import ConfigurationError
 from diloco.executors.kubernetes_manifest import FOR_GPU
+from diloco.executors.kubernetes_rayjob import entrypoint
 from diloco.executors.local import arguments
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ MOST_REPLICAS = 100_000
 """An Indexed Job with `backoffLimitPerIndex`."""
 MOST_ARGUMENTS = 128 * 2**10
 """Characters of one argument that Linux passes on (MAX_ARG_STRLEN)."""
+
+MOST_OF_RAYJOB = 47
+"""Characters of a RayJob's name: KubeRay's own limit, since it makes longer ones of it."""
 
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
@@ -46,7 +50,7 @@ def problems_of(settings: PodSettings, specs: Sequence[ReplicaSpec]) -> Iterator
     unknown = sorted({spec.gpu for spec in specs if spec.gpu is not None} - set(FOR_GPU))
     if unknown:
         yield f"gpu {', '.join(unknown)}: known are {', '.join(FOR_GPU)}"
-    if specs and max(map(len, arguments(specs[0]))) > MOST_ARGUMENTS:
+    if specs and max(map(len, _words(settings, specs[0]))) > MOST_ARGUMENTS:
         yield f"--trainer-kwargs-json is longer than the {MOST_ARGUMENTS} characters that a process can be given"
     for uri in {spec.rendezvous_uri for spec in specs}:
         if not uri.startswith("s3://"):
@@ -55,12 +59,18 @@ def problems_of(settings: PodSettings, specs: Sequence[ReplicaSpec]) -> Iterator
         yield f"user {settings.user}: replicas don't run as root: use 1 or more"
 
 
+def _words(settings: PodSettings, spec: ReplicaSpec) -> list[str]:
+    """What a process is given: a RayJob's entrypoint is one word of a shell's."""
+    return [entrypoint(spec, spec.rank)] if settings.workload == "rayjob" else arguments(spec)
+
+
 def _name_problems(settings: PodSettings, replicas: int) -> Iterator[str]:
     between = "-replica" if settings.workload == "volcano" else ""  # its task's name
     longest = f"{settings.name}{between}-{max(replicas - 1, 0)}"
-    if not _LABEL.fullmatch(settings.name) or len(longest) > 63:
+    most = MOST_OF_RAYJOB if settings.workload == "rayjob" else 63
+    if not _LABEL.fullmatch(settings.name) or len(longest) > most:
         yield (
-            f"the Job's name {settings.name!r}: with the rank it must be at most 63 lower-case letters, digits and"
+            f"the Job's name {settings.name!r}: with the rank it must be at most {most} lower-case letters, digits and"
             " hyphens: shorten --run-id"
         )
     for option, value in (("--namespace", settings.namespace), ("--queue", settings.queue)):

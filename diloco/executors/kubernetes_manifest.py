@@ -24,6 +24,11 @@ RANK_LABEL = "batch.kubernetes.io/job-completion-index"
 """The Job controller's own, on every pod."""
 VOLCANO_RANK_LABEL = "volcano.sh/task-index"
 """Volcano's, on every pod of a task."""
+RAY_RANK_LABEL = "diloco/rank"
+"""Of a RayJob and its head pod: KubeRay has none."""
+RANK_LABELS = (RANK_LABEL, VOLCANO_RANK_LABEL, RAY_RANK_LABEL)
+RAY_VARIABLES = ("RAY_JOB_STOP_WAIT_TIME_S", "RAY_USAGE_STATS_ENABLED")
+"""Of a RayJob's head: seconds between Ray's SIGTERM and SIGKILL, and whether Ray reports its use to its makers."""
 RENDEZVOUS_ANNOTATION = "diloco/rendezvous-uri"
 ENDPOINT_ANNOTATION = "diloco/endpoint-url"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
@@ -44,7 +49,7 @@ FOR_GPU = {
 CREDENTIALS = (("AWS_ACCESS_KEY_ID", False), ("AWS_SECRET_ACCESS_KEY", False), ("AWS_SESSION_TOKEN", True))
 """Keys that are read of a Secret with credentials, and whether they may be missing."""
 TOKEN = "HF_TOKEN"  # noqa: S105 - a key's name
-Kind = Literal["job", "volcano"]
+Kind = Literal["job", "volcano", "rayjob"]
 HOPELESS = (ExitCode.USAGE, ExitCode.FENCED, ExitCode.BAD_CONFIGURATION)
 """Exit codes after which the same pod again would end the same way, or must not be there."""
 
@@ -72,7 +77,7 @@ class PodSettings:
     max_runtime: int | None = None
     """Seconds after which the cluster ends the run."""
     queue: str | None = None
-    """A Kueue LocalQueue, which starts the Job when its quota allows; for Volcano one of its Queues."""
+    """A Kueue LocalQueue, which starts the Job (each RayJob) when its quota allows; for Volcano one of its Queues."""
     priority_class: str | None = None
     node_selector: Mapping[str, str] = field(default_factory=dict)
     tolerations: Sequence[Mapping[str, str]] = ()
@@ -90,7 +95,7 @@ class PodSettings:
     labels: Mapping[str, str] = field(default_factory=dict)
     """More labels of the Job and its pods."""
     workload: Kind = "job"
-    """What wraps the pods: an Indexed Job, or a Volcano Job."""
+    """What wraps the pods: an Indexed Job, a Volcano Job, or RayJobs."""
 
     @property
     def name(self) -> str:

@@ -114,7 +114,10 @@ class VolcanoJob:
                 f"the cluster has no {PLURAL}.{GROUP}: install Volcano, or leave out --workload volcano"
             )
 
-    def delete(self, clients: Clients, namespace: str, name: str) -> None:
+    def complete(self, clients: Clients, namespace: str, job: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
+        """One object is whole."""
+
+    def delete(self, clients: Clients, namespace: str, job: Mapping[str, Any]) -> None:
         """Begin to delete it and its pods; one that is not there needs nothing. Raises DilocoError."""
         try_to(
             clients.custom.delete_namespaced_custom_object,
@@ -122,7 +125,7 @@ class VolcanoJob:
             VERSION,
             namespace,
             PLURAL,
-            name,
+            job["metadata"]["name"],
             propagation_policy="Foreground",
         )
 
@@ -133,6 +136,10 @@ class VolcanoJob:
     def template(self, job: Mapping[str, Any]) -> dict[str, Any]:
         """Its pods' template."""
         return dict(job["spec"]["tasks"][0]["template"])
+
+    def arguments(self, job: Mapping[str, Any]) -> list[str]:
+        """The replica entrypoint's."""
+        return list(self.template(job)["spec"]["containers"][0]["args"])
 
     def replicas(self, job: Mapping[str, Any]) -> int:
         """How many ranks it has."""

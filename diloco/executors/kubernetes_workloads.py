@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
-from diloco.errors import DilocoError
 from diloco.executors import kubernetes_jobs as jobs
 from diloco.executors.kubernetes_clients import ask, try_to
 from diloco.executors.kubernetes_manifest import QUEUE_LABEL, RANK_LABEL, job_manifest
-from diloco.executors.kubernetes_volcano import GROUP, VolcanoJob
+from diloco.executors.kubernetes_queue import why_suspended
+from diloco.executors.kubernetes_rayjob import GROUP as RAY
+from diloco.executors.kubernetes_rayjob import RayJobs
+from diloco.executors.kubernetes_volcano import GROUP as VOLCANO
+from diloco.executors.kubernetes_volcano import VolcanoJob
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,8 +19,6 @@ if TYPE_CHECKING:
     from diloco.executors.base import ReplicaSpec
     from diloco.executors.kubernetes_clients import Clients
     from diloco.executors.kubernetes_manifest import Kind, PodSettings
-
-_KUEUE = "kueue.x-k8s.io"
 
 
 class Workload(Protocol):
@@ -38,7 +38,10 @@ class Workload(Protocol):
     def create(self, clients: Clients, namespace: str, manifest: Mapping[str, Any]) -> None:
         """Raises TakenError if one of that name is there, else DilocoError."""
 
-    def delete(self, clients: Clients, namespace: str, name: str) -> None:
+    def complete(self, clients: Clients, namespace: str, job: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
+        """Make what is missing of a run that goes on, if it has several objects. Raises DilocoError."""
+
+    def delete(self, clients: Clients, namespace: str, job: Mapping[str, Any]) -> None:
         """Begin to delete it and its pods; one that is not there needs nothing. Raises DilocoError."""
 
     def refuse_scale(self) -> None:
@@ -46,6 +49,9 @@ class Workload(Protocol):
 
     def template(self, job: Mapping[str, Any]) -> dict[str, Any]:
         """Its pods' template."""
+
+    def arguments(self, job: Mapping[str, Any]) -> list[str]:
+        """The replica entrypoint's, of any rank."""
 
     def replicas(self, job: Mapping[str, Any]) -> int:
         """How many ranks it has."""
@@ -83,8 +89,12 @@ class IndexedJob:
         """Raises TakenError if one of that name is there, else DilocoError."""
         ask(clients.batch.create_namespaced_job, namespace, manifest)
 
-    def delete(self, clients: Clients, namespace: str, name: str) -> None:
+    def complete(self, clients: Clients, namespace: str, job: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
+        """One object is whole."""
+
+    def delete(self, clients: Clients, namespace: str, job: Mapping[str, Any]) -> None:
         """Begin to delete it and its pods; one that is not there needs nothing. Raises DilocoError."""
+        name = job["metadata"]["name"]
         try_to(clients.batch.delete_namespaced_job, name, namespace, propagation_policy="Foreground")
 
     def refuse_scale(self) -> None:
@@ -93,6 +103,10 @@ class IndexedJob:
     def template(self, job: Mapping[str, Any]) -> dict[str, Any]:
         """Its pods' template."""
         return dict(job["spec"]["template"])
+
+    def arguments(self, job: Mapping[str, Any]) -> list[str]:
+        """The replica entrypoint's."""
+        return list(self.template(job)["spec"]["containers"][0]["args"])
 
     def replicas(self, job: Mapping[str, Any]) -> int:
         """How many ranks it has."""
@@ -120,26 +134,7 @@ class IndexedJob:
 
     def held(self, clients: Clients, job: Mapping[str, Any]) -> str | None:
         """Why a suspended Job is held, in Kueue's words. Raises DilocoError."""
-        if not job["spec"].get("suspend"):
-            return None
-        queue = job["metadata"]["labels"].get(QUEUE_LABEL)
-        if queue is None:
-            return "the Job is suspended: `kubectl patch` it with suspend false"
-        for version in ("v1beta2", "v1beta1"):
-            with suppress(DilocoError):
-                found = try_to(
-                    clients.custom.list_namespaced_custom_object,
-                    _KUEUE,
-                    version,
-                    job["metadata"]["namespace"],
-                    "workloads",
-                    label_selector=f"{_KUEUE}/job-uid={job['metadata']['uid']}",
-                )
-                for workload in (found or {}).get("items", ()):
-                    for condition in workload.get("status", {}).get("conditions", ()):
-                        if condition["type"] == "QuotaReserved" and condition["status"] == "False":
-                            return f"queue {queue}: {condition['message']}"
-        return f"queue {queue}: waits for its turn"
+        return why_suspended(clients, job)
 
     def own_settings(self, job: Mapping[str, Any]) -> dict[str, Any]:
         """Those of PodSettings that are not in the pods' template."""
@@ -150,10 +145,12 @@ class IndexedJob:
         }
 
 
-WORKLOADS: dict[Kind, Workload] = {"job": IndexedJob(), "volcano": VolcanoJob()}
+WORKLOADS: dict[Kind, Workload] = {"job": IndexedJob(), "volcano": VolcanoJob(), "rayjob": RayJobs()}
 """By the name that `--workload` takes."""
 
 
 def workload_of(job: Mapping[str, Any]) -> Kind:
     """The kind of an object that the API listed; it leaves out the API's name in lists of its own kinds."""
-    return "volcano" if str(job.get("apiVersion", "")).startswith(f"{GROUP}/") else "job"
+    group, _, _ = str(job.get("apiVersion", "")).rpartition("/")
+    others: dict[str, Kind] = {VOLCANO: "volcano", RAY: "rayjob"}
+    return others.get(group, "job")

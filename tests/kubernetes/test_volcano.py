@@ -16,7 +16,7 @@ from diloco.executors.kubernetes_volcano import volcano_manifest
 from diloco.kubernetes_run import restore
 from tests.kubernetes.runs import SECRET
 from tests.support.cluster import IMAGE
-from tests.support.cluster.volcano import volcano, volcano_definitions
+from tests.support.cluster.volcano import Volcano, volcano_definitions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,7 +55,7 @@ def definitions(cluster: Cluster) -> Iterator[None]:
 @pytest.fixture
 def controller(definitions: None, cluster: Cluster) -> Iterator[None]:
     """Volcano acts."""
-    with volcano(cluster):
+    with Volcano(cluster):
         yield
 
 
@@ -146,7 +146,7 @@ def test_a_queued_run_waits_and_says_so(make_run: MakeRun, cluster: Cluster, nam
     run = make_run(steps=4000, queue="research", trainer_kwargs={"step_seconds": 0.1}, **PACED)
     handles = run.executor.launch_replicas(run.settings.replica_specs())
     assert [(each.status, each.waits) for each in handles] == [("pending", "queue research: waits for its turn")] * 2
-    with volcano(cluster):
+    with Volcano(cluster):
         run.reaches(0, 0, 1)
         run.executor.cancel(handles)
     assert cluster.pods(namespace) == []

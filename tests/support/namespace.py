@@ -78,11 +78,44 @@ class NamespacedProcess:
             time.sleep(0.02)
         return code
 
+    def enter(self, command: Sequence[str]) -> subprocess.Popen[bytes] | None:
+        """Run a command beside process 1, in its namespaces and root, as root; None if it is not there."""
+        for child in self._children():
+            return subprocess.Popen(
+                [
+                    "setpriv",
+                    "--pdeathsig",
+                    "KILL",
+                    "nsenter",
+                    "--target",
+                    child,
+                    "--mount",
+                    "--pid",
+                    "--root",
+                    *command,
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        return None
+
+    def give_output_to(self, uid: int, gid: int) -> None:
+        """Let another user's processes open what they write to, by its name in /proc."""
+        if self._process.stdout is not None:
+            os.fchown(self._process.stdout.fileno(), uid, gid)
+
     def _signal(self, number: int) -> None:
+        with suppress(OSError):
+            for child in self._children():
+                os.kill(int(child), number)
+
+    def _children(self) -> list[str]:
         parent = self._process.pid
         with suppress(OSError):
-            for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
-                os.kill(int(child), number)
+            return Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        return []
 
     def _read(self, lines: Callable[[str], None]) -> None:
         stream = self._process.stdout

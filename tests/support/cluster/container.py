@@ -17,6 +17,7 @@ from tests.support.engine import ROOT
 from tests.support.namespace import NamespacedProcess
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Callable, Mapping, Sequence
 
 _SET_UP = """
@@ -142,3 +143,9 @@ class PodContainer(NamespacedProcess):
         for source, target in content:
             arguments += ["image", source, target]
         super().__init__(_SET_UP, [*arguments, "--", *user.options, "--", *command], env, lines)
+        self._user = user
+        self.give_output_to(user.uid, user.gid)  # as runc does
+
+    def hook(self, command: Sequence[str]) -> subprocess.Popen[bytes] | None:
+        """Run a command in the container, as its user."""
+        return self.enter(["setpriv", *self._user.options, "--", *command])

@@ -22,6 +22,7 @@ from tests.support.cluster.container import Image, PodContainer
 from tests.support.cluster.logs import ContainerLog, LogServer
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Mapping
     from pathlib import Path
 
@@ -203,16 +204,26 @@ class _Pod:
         self._started = _now()
         self._patch("Running", {"running": {"startedAt": self._started}}, ready=True)
         deadline: float | None = None
+        hook = None
+        told = False
         while (code := container.poll()) is None:
             if self._killed:
                 container.kill()
             elif self._grace is not None and deadline is None:
                 deadline = time.monotonic() + self._grace
-                container.terminate()
+                hook = self._pre_stop(container)
             elif deadline is not None and time.monotonic() >= deadline:
                 container.kill()
+            elif deadline is not None and not told and (hook is None or hook.poll() is not None):
+                told = True
+                container.terminate()
             self._wait()
         return code
+
+    def _pre_stop(self, container: PodContainer) -> subprocess.Popen[bytes] | None:
+        lifecycle = self._container.lifecycle
+        found = None if lifecycle is None else lifecycle.pre_stop
+        return None if found is None else container.hook(found._exec.command)
 
     def _wait(self) -> None:
         self._changed.wait(_LOOK_EVERY)

@@ -8,76 +8,42 @@ https://github.com/volcano-sh/volcano, pkg/controllers/job. The Job's definition
 from __future__ import annotations
 
 import copy
-import threading
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from kubernetes.client import ApiException, ApiextensionsV1Api, CustomObjectsApi  # type: ignore[import-untyped]
+from kubernetes.client import ApiException  # type: ignore[import-untyped]
 
-from tests.support.cluster.kueue import crds
+from tests.support.cluster.operator import Operator, definitions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
+    from contextlib import AbstractContextManager
 
     from tests.support.cluster import Cluster
 
 GROUP, VERSION, PLURAL = "batch.volcano.sh", "v1alpha1", "jobs"
-_LOOK_EVERY = 0.1
 _OVER = ("Completed", "Failed", "Terminated")
 
 
-@contextmanager
-def volcano_definitions(cluster: Cluster) -> Iterator[None]:
+def volcano_definitions(cluster: Cluster) -> AbstractContextManager[None]:
     """Volcano's Job is known to the API server."""
-    [path] = crds("batch.volcano.sh_jobs.yaml")
-    applied = cluster.kubectl("apply", "--server-side", "-f", str(path))
-    assert applied.returncode == 0, applied.stderr
-    name, definitions = f"{PLURAL}.{GROUP}", ApiextensionsV1Api(cluster.api)
-
-    def established() -> bool:
-        conditions = definitions.read_custom_resource_definition(name).status.conditions or ()
-        return any(each.type == "Established" and each.status == "True" for each in conditions)
-
-    cluster.until(established, f"established {name}")
-    yield
-    deleted = cluster.kubectl("delete", "crd", name, "--timeout=60s")
-    assert deleted.returncode == 0, deleted.stderr
+    return definitions(cluster, "batch.volcano.sh_jobs.yaml")
 
 
-@contextmanager
-def volcano(cluster: Cluster) -> Iterator[None]:
-    """The controller runs; a problem of its own fails the test."""
-    controller = _Controller(cluster)
-    controller.thread.start()
-    try:
-        yield
-    finally:
-        controller.stopping.set()
-        controller.thread.join(30)
-    assert controller.problem is None, controller.problem
+class Volcano(Operator):
+    """The controller."""
 
-
-class _Controller:
     def __init__(self, cluster: Cluster) -> None:
-        self._core, self._custom = cluster.core, CustomObjectsApi(cluster.api)
+        super().__init__(cluster)
         self._node = cluster.kubelet.node
         self._seen: set[str] = set()
         """Uids of pods that a policy was followed for, or that were deleted here."""
-        self.stopping = threading.Event()
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.problem: Exception | None = None
 
-    def _run(self) -> None:
-        while not self.stopping.wait(_LOOK_EVERY):
-            try:
-                found = self._custom.list_cluster_custom_object(GROUP, VERSION, PLURAL)
-                for job in found["items"]:
-                    if "deletionTimestamp" not in job["metadata"]:
-                        self._sync(job)
-            except ApiException as problem:
-                if problem.status not in (404, 409):  # the Job or its namespace is going, or somebody was faster
-                    self.problem = problem
-                    return
+    def look(self) -> None:
+        """Look at all Jobs once."""
+        for job in self.custom.list_cluster_custom_object(GROUP, VERSION, PLURAL)["items"]:
+            if "deletionTimestamp" not in job["metadata"]:
+                self._sync(job)
 
     def _sync(self, job: dict[str, Any]) -> None:
         [task] = job["spec"]["tasks"]
@@ -88,7 +54,7 @@ class _Controller:
         where, name = job["metadata"]["namespace"], job["metadata"]["name"]
         pods = {
             int(pod.metadata.labels["volcano.sh/task-index"]): pod
-            for pod in self._core.list_namespaced_pod(where, label_selector=f"volcano.sh/job-name={name}").items
+            for pod in self.core.list_namespaced_pod(where, label_selector=f"volcano.sh/job-name={name}").items
         }
         ending = None
         for pod in pods.values():
@@ -114,7 +80,7 @@ class _Controller:
         phase = ending or ("Running" if counts["running"] >= job["spec"]["minAvailable"] else "Pending")
         now = {**counts, "retryCount": retries, "minAvailable": job["spec"]["minAvailable"], "state": {"phase": phase}}
         if now != {name: status.get(name) for name in now}:
-            self._custom.patch_namespaced_custom_object_status(GROUP, VERSION, where, PLURAL, name, {"status": now})
+            self.custom.patch_namespaced_custom_object_status(GROUP, VERSION, where, PLURAL, name, {"status": now})
 
     def _action(self, task: Mapping[str, Any], pod: Any) -> str | None:
         """What the policies say of an end that was not seen before; without one the pod stays as it is."""
@@ -131,7 +97,7 @@ class _Controller:
     def _delete(self, pod: Any) -> None:
         self._seen.add(pod.metadata.uid)
         with suppress(ApiException):
-            self._core.delete_namespaced_pod(pod.metadata.name, pod.metadata.namespace)
+            self.core.delete_namespaced_pod(pod.metadata.name, pod.metadata.namespace)
 
     def _create(self, job: Mapping[str, Any], task: Mapping[str, Any], index: int) -> None:
         metadata, template = job["metadata"], copy.deepcopy(task["template"])
@@ -167,8 +133,8 @@ class _Controller:
             },
             "spec": spec,
         }
-        self._core.create_namespaced_pod(metadata["namespace"], pod)
+        self.core.create_namespaced_pod(metadata["namespace"], pod)
         target = {"apiVersion": "v1", "kind": "Node", "name": self._node}
         binding = {"metadata": {"name": name}, "target": target}
         # The client can't read the answer, which is a Status.
-        self._core.create_namespaced_pod_binding(name, metadata["namespace"], binding, _preload_content=False)
+        self.core.create_namespaced_pod_binding(name, metadata["namespace"], binding, _preload_content=False)
