@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any
 
 from diloco.exchange import layout
 from diloco.exchange.launchers import claim_launcher
 from diloco.exchange.store import open_store, read_if_there
 from diloco.preflight import begin, check_launch, has_result
-from diloco.run import PACE
+from diloco.run import PACE, start
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -46,7 +45,7 @@ async def submit_replicas(
         )
         async with launcher.holding(pace.beats):
             specs = settings.replica_specs(launcher=launcher.record.nonce)
-            return await asyncio.to_thread(executor.launch_replicas, specs)
+            return await start(executor, specs)
     finally:
         await store.close()
 

@@ -119,6 +119,18 @@ async def run_replicas(
         await store.close()
 
 
+async def start(executor: ServerlessExecutor, specs: Sequence[ReplicaSpec]) -> list[ReplicaHandle]:
+    """Launch replicas in a thread of its own. Cancelled, it returns once all that was launched is stopped."""
+    launching = asyncio.ensure_future(asyncio.to_thread(executor.launch_replicas, specs))
+    try:
+        return await asyncio.shield(launching)
+    except asyncio.CancelledError:
+        # The thread can't be interrupted, and what it starts must be stopped.
+        with suppress(DilocoError):
+            executor.cancel(await launching)
+        raise
+
+
 class _Launch:
     """The replicas of one launch, from their start until the last has ended."""
 
@@ -170,7 +182,7 @@ class _Launch:
         """Launch the replicas and wait for their end; returns why the run failed, if it is known here."""
         watching: asyncio.Task[None] | None = None
         try:
-            self._handles = {handle.rank: handle for handle in await self._start(self._specs)}
+            self._handles = {handle.rank: handle for handle in await start(self._executor, self._specs)}
             self._supervisor.launched(time.monotonic())
             self._earlier = _without_adopted(self._earlier, self._handles)
             watching = asyncio.create_task(self._watch())
@@ -184,16 +196,6 @@ class _Launch:
         self._undecided.clear()
         await self._observe()
         return problem
-
-    async def _start(self, specs: Sequence[ReplicaSpec]) -> list[ReplicaHandle]:
-        launching = asyncio.ensure_future(asyncio.to_thread(self._executor.launch_replicas, specs))
-        try:
-            return await asyncio.shield(launching)
-        except asyncio.CancelledError:
-            # The thread can't be interrupted, and what it starts must be stopped.
-            with suppress(DilocoError):
-                self._executor.cancel(await launching)
-            raise
 
     async def _until_ended(self, tasks: Sequence[asyncio.Task[None]]) -> str | None:
         """Wait until all have ended for good; returns why the run failed, or why it is pointless to wait on."""
@@ -287,7 +289,9 @@ class _Launch:
             self._outdated[rank] = self._beats[rank].attempt
         self._supervisor.relaunched(rank, time.monotonic())
         try:
-            [self._handles[rank]] = await self._start([spec for spec in self._specs if spec.rank == rank])
+            [self._handles[rank]] = await start(
+                self._executor, [spec for spec in self._specs if spec.rank == rank]
+            )
         except DilocoError as problem:
             failed = ReplicaResult(rank, "failed", problem.exit_code, {"preemptions": 0}, str(problem))
             await self._decide_by(self._kept(failed))

@@ -11,7 +11,7 @@ from datetime import UTC
 from typing import TYPE_CHECKING, Any
 
 from diloco.detached import stop_launcher
-from diloco.errors import ConfigurationError, DilocoError
+from diloco.errors import ConfigurationError
 from diloco.exchange import layout
 from diloco.exchange.clock import SystemClock
 from diloco.exchange.retrying import RetryingStore
@@ -94,16 +94,12 @@ class Restored:
     jobs: JobSettings
 
 
-async def restore(outputs: StackOutputs, run_id: str, job: Mapping[str, Any] | None) -> Restored:
+async def restore(outputs: StackOutputs, run_id: str, job: Mapping[str, Any]) -> Restored:
     """Find out how a run was started, by its `spec.json` and one of its jobs.
 
-    Raises ConfigurationError if there is no such run, or if it never had a job.
+    Raises ConfigurationError if there is no such run.
     """
     spec = await read_spec(outputs, run_id)
-    if job is None:
-        raise ConfigurationError(
-            f"run {run_id} has no job that SageMaker remembers: start it again with `run --run-id`"
-        )
     environment = job.get("Environment", {})
     exchange = ExchangeSettings.model_validate(
         json.loads(environment.get(EXCHANGE_VARIABLE, "{}"))
@@ -184,8 +180,6 @@ async def cancel_run(outputs: StackOutputs, run_id: str, executor: SageMakerExec
     running = [handle for handle in handles if not handle.has_ended]
     await asyncio.to_thread(executor.cancel, handles)
     await asyncio.to_thread(executor.release, handles)
-    if not handles:
-        raise DilocoError(f"run {run_id} has no job in {outputs.region}: there is nothing to stop")
     return running
 
 

@@ -7,7 +7,7 @@ import signal
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
     from types import FrameType
 
 
@@ -20,14 +20,16 @@ class Interrupted(BaseException):
 
 
 class Signals:
-    """Turns the first SIGINT, SIGTERM or SIGHUP into :class:`Interrupted`, or cancels the coroutine that runs.
+    """Turns the first SIGINT, SIGTERM or SIGHUP into :class:`Interrupted`, or cancels the coroutine that runs;
+    `on_first` is called before, in the handler, for what runs in other threads.
 
     Later ones are ignored: what follows the first is a bounded clean-up, and nobody gains by leaving it half done.
     """
 
     _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-    def __init__(self) -> None:
+    def __init__(self, on_first: Callable[[], None] | None = None) -> None:
+        self._on_first = on_first
         self._before: dict[int, Any] = {}
         self._task: asyncio.Task[Any] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -62,6 +64,8 @@ class Signals:
         if self.number is not None:
             return
         self.number = number
+        if self._on_first is not None:
+            self._on_first()
         if self._task is not None and self._loop is not None:
             self._loop.call_soon_threadsafe(self._task.cancel)
         else:

@@ -144,15 +144,19 @@ class View(Protocol):
         """Show the present status."""
 
 
-def make_view(console: Console) -> View:
-    """Return a live table on a terminal, plain lines elsewhere."""
-    return LiveView(console) if console.is_terminal and not console.is_dumb_terminal else PlainView(console)
+def make_view(console: Console, draw: Callable[[RunStatus], RenderableType] | None = None) -> View:
+    """Return a live table on a terminal, plain lines elsewhere. `draw` makes the table, instead of
+    :func:`status_table`.
+    """
+    terminal = console.is_terminal and not console.is_dumb_terminal
+    return LiveView(console, draw or status_table) if terminal else PlainView(console)
 
 
 class LiveView:
     """A table that is drawn anew in place."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, draw: Callable[[RunStatus], RenderableType]) -> None:
+        self._draw = draw
         self._live = Live(
             console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
         )
@@ -166,7 +170,7 @@ class LiveView:
 
     def show(self, status: RunStatus) -> None:
         """Redraw."""
-        self._live.update(status_table(status), refresh=True)
+        self._live.update(self._draw(status), refresh=True)
 
 
 class PlainView:
@@ -215,9 +219,8 @@ def status_line(status: RunStatus) -> str:
         parts.append(f"loss {status.loss:.3f}")
     if status.tokens_per_second is not None:
         parts.append(f"{count(status.tokens_per_second)} tokens/s")
-    parts.extend(
-        f"rank {beat.rank} waits for {', '.join(beat.waiting_for)}" for beat in status.beats[:1] if _waits(status, beat)
-    )
+    waiting = [beat for beat in status.beats if _waits(status, beat)]
+    parts.extend(f"rank {beat.rank} waits for {', '.join(beat.waiting_for)}" for beat in waiting[:1])
     return ", ".join(parts)
 
 

@@ -78,21 +78,27 @@ def plan(
     if as_json:
         document = made.document() | {"cost": costs.document(), "problems": problems}
         if findings is not None:
-            document["checked"] = {"quotas": findings.quotas, "warnings": findings.warnings}
+            document["checked"] = {
+                "quotas": findings.quotas,
+                "in_use": findings.in_use,
+                "warnings": findings.warnings,
+            }
         sys.stdout.write(json.dumps(document, indent=1) + "\n")
     else:
         rows = [f"{name:<10}  {text}" for name, text in costs.rows(found.region)]
         if findings is not None:
-            rows += [
-                f"{'in force':<10}  {name}: {'unknown' if value is None else f'{value:g}'}"
-                for name, value in findings.quotas.items()
-            ]
+            rows += [f"{'in force':<10}  {_headroom(findings, name)}" for name in findings.quotas]
             rows += [f"{'warning':<10}  {text}" for text in findings.warnings]
             rows += [f"{'problem':<10}  {text}" for text in findings.problems]
         console = Console(highlight=False)
         for line in [*lines(made), *rows]:
             console.print(line, markup=False, soft_wrap=True)
     return FAILED if problems else 0
+
+
+def _headroom(findings: Findings, name: str) -> str:
+    value, used = findings.quotas[name], findings.in_use.get(name)
+    return f"{name}: {'unknown' if value is None else f'{value:g}'}{'' if used is None else f', {used} in use'}"
 
 
 def _ask(made: Plan, outputs: StackOutputs, chosen: tuple[str, ...]) -> Findings:

@@ -36,6 +36,7 @@ class RemoteLaunch(ABC):
         self._as_json = as_json
         self._console = Console(stderr=as_json, highlight=False)
         self._started = time.monotonic()
+        self._checked = False
 
     @property
     @abstractmethod
@@ -55,6 +56,13 @@ class RemoteLaunch(ABC):
     def stop_when(self) -> str | None:
         """Why the run must end now, if it must."""
 
+    def give_up(self) -> None:  # noqa: B027 - most have nothing to do
+        """A signal asks for the end: make what runs in other threads end soon. Called in the signal's handler."""
+
+    def left(self) -> str:
+        """What is left of the run after a signal, and how to go on."""
+        return f"all jobs of this run are stopped. To go on: resume {self._settings.run_id}"
+
     @abstractmethod
     def print_end(self, report: RunReport) -> None:
         """Print how the run ended."""
@@ -64,7 +72,7 @@ class RemoteLaunch(ABC):
         from diloco.run import run_replicas
         from diloco.status import make_view
 
-        with Signals() as signals:
+        with Signals(self.give_up) as signals:
             try:
                 self._check()
                 with make_view(self._console) as view:
@@ -90,7 +98,7 @@ class RemoteLaunch(ABC):
         """Launch and leave; returns the exit code."""
         from diloco.detached import submit_replicas
 
-        with Signals() as signals:
+        with Signals(self.give_up) as signals:
             try:
                 self._check()
                 handles = signals.run(submit_replicas(self._executor, self._settings, **self._common()))
@@ -127,10 +135,11 @@ class RemoteLaunch(ABC):
 
         check_launch(self._executor, self._settings)
         self.check()
+        self._checked = True
 
     def _interrupted(self, stopped: Interrupted) -> int:
-        name, run_id = signal.Signals(stopped.number).name, self._settings.run_id
-        self.say(f"stopped by {name}; all jobs of this run are stopped. To go on: resume {run_id}")
+        name = signal.Signals(stopped.number).name
+        self.say(f"stopped by {name}; {self.left() if self._checked else 'nothing was started'}")
         if self._as_json:
             print_document(self._failed(f"stopped by {name}"))
         return 128 + stopped.number

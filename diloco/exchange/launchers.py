@@ -145,6 +145,28 @@ async def _until_free(
             )
 
 
+class LauncherWatch:
+    """Whether a run is supervised, for one who only looks: a launcher whose beat changes lives, and the others are dead
+    once it has not changed for `dead_after` seconds of this process's clock.
+    """
+
+    def __init__(self, *, dead_after: float = DEAD_AFTER, clock: Clock | None = None) -> None:
+        self._dead_after = dead_after
+        self._clock = clock or SystemClock()
+        self._seen: tuple[int, LauncherBeat | None] | None = None
+        self._since = 0.0
+
+    async def supervised(self, store: Store) -> bool:
+        """Whether a launcher of the run under `store` lives, or may live. Raises StoreError."""
+        number = await _newest(store)
+        beat = await _read_beat(store, number) if number else None
+        if not number or (beat is not None and beat.ended):
+            return False
+        if self._seen != (number, beat):
+            self._seen, self._since = (number, beat), self._clock.monotonic()
+        return self._clock.monotonic() - self._since < self._dead_after
+
+
 async def _newest(store: Store) -> int:
     """The highest number that was claimed, 0 for none."""
     numbers = (layout.parse_launcher(entry.key) for entry in await store.list(layout.LAUNCHERS))

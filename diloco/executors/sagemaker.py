@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -88,9 +89,31 @@ class SageMakerExecutor:
     def existing(self) -> list[ReplicaHandle]:
         """The newest job of each rank that this run ever had, from any machine, in rank order. Raises DilocoError."""
         found = self._submitter.names()
-        for name in (name for names in found.values() for name in names[:-1]):
-            self._describe_all([name])  # for what they cost
+        now = time.monotonic()
+        earlier = [name for names in found.values() for name in names[:-1]]
+        self._describe_all([name for name in earlier if self._is_due(name, now)])  # for what they cost
         return self.poll([self._handle(rank, names[-1]) for rank, names in found.items()])
+
+    def look_again(self, replicas: int) -> list[ReplicaHandle]:
+        """The newest job of each rank, those that another launcher has submitted since :meth:`existing` included; lists
+        nothing.
+        """
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        known = self.poll([self._handle(rank, name) for rank, name in self._submitter.newest.items()])
+        open_ranks = {*range(replicas)} - {handle.rank for handle in known}
+        open_ranks |= {handle.rank for handle in known if handle.status in ("failed", "cancelled")}
+        for rank in sorted(open_ranks):
+            with suppress(BotoCoreError, ClientError):
+                while self._submitter.follow(rank) is not None:
+                    pass
+        return self.poll([self._handle(rank, name) for rank, name in self._submitter.newest.items()])
+
+    def give_up(self) -> None:
+        """Make a launch that is under way in another thread end soon, as if a rank could not be submitted: at once,
+        also in a signal's handler.
+        """
+        self._submitter.give_up()
 
     def poll(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaHandle]:
         """The same handles with their present status; a job is described once in `describe_every` seconds."""

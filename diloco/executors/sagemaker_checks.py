@@ -5,12 +5,17 @@ Each answer is a problem, which ends the launch, or a warning: what can't be ask
 
 from __future__ import annotations
 
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 from diloco.access import OBJECT_ACTIONS, parse_s3
 from diloco.errors import ConfigurationError
 from diloco.executors import sagemaker_errors as errors
+from diloco.executors import sagemaker_jobs as jobs
+from diloco.executors.sagemaker_submit import AT_ONCE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,8 +26,10 @@ if TYPE_CHECKING:
 SERVICE = "sagemaker"
 LONGEST_RUN_QUOTA = "Longest run time for a training job"
 """Seconds; its default is 5 days, the API takes 28."""
-RUNNING_JOBS_SEEN = 100
-"""How many of the account's newest jobs are looked at for those that run."""
+LONGEST_LIFE = timedelta(days=29)
+"""A job that was created before that has ended: it waits and runs for 28 days at most."""
+RUNNING_JOBS_SEEN = 1000
+"""How many running jobs of the account are looked at."""
 
 
 @dataclass
@@ -33,6 +40,8 @@ class Findings:
     warnings: list[str] = field(default_factory=list)
     quotas: dict[str, float | None] = field(default_factory=dict)
     """Those that matter to the launch, by name; None: not known."""
+    in_use: dict[str, int] = field(default_factory=dict)
+    """Instances of other jobs that count against them, as far as these jobs may be described."""
 
     def raise_problems(self) -> None:
         """Raise one ConfigurationError that lists all problems."""
@@ -78,14 +87,9 @@ def _check_quotas(clients: Clients, settings: JobSettings, replicas: int, findin
         if name not in enough
     ]
     (findings.warnings if enough else findings.problems).extend(short)
-    running = _running_jobs(clients) if enough and any(values.get(name) is not None for name in enough) else 0
-    for name in enough:
-        limit = values.get(name)
-        if limit is not None and running + replicas > limit:
-            findings.warnings.append(
-                f"{running} training jobs run in this account already: if they use {name!r} ({limit:g}), not all of"
-                f" {replicas} can start"
-            )
+    limits = {name: values[name] for name in enough if name in values}
+    if limits:
+        _check_headroom(clients, settings, replicas, limits, findings, others=len(enough) > len(limits))
     longest = values.get(LONGEST_RUN_QUOTA)
     if longest is not None and settings.max_runtime > longest:
         findings.problems.append(
@@ -102,6 +106,82 @@ def _check_quotas(clients: Clients, settings: JobSettings, replicas: int, findin
             )
 
 
+def _check_headroom(
+    clients: Clients,
+    settings: JobSettings,
+    replicas: int,
+    limits: Mapping[str, float],
+    findings: Findings,
+    *,
+    others: bool,
+) -> None:
+    """Compare quotas, by name, with what the account's other jobs use of them now; `others`: there are types with no
+    known limit to fall back on.
+    """
+    used = _instances_in_use(clients, settings, findings)
+    if used is None:
+        return
+    findings.in_use = {name: used[name] for name in limits}
+    full = {name: limit for name, limit in limits.items() if used[name] + replicas > limit}
+    said = [
+        f"the quota {name!r} is {limit:g}, other running jobs use {used[name]} of it, and {replicas} are needed: wait"
+        " for them, raise it in Service Quotas, or use another type"
+        for name, limit in full.items()
+    ]
+    (findings.warnings if others or len(full) < len(limits) else findings.problems).extend(said)
+    unknown = used[_NOT_DESCRIBED]
+    findings.warnings += [
+        f"{unknown} more training jobs run in this account, and may not be described: if they use {name!r}"
+        f" ({limit:g}, {used[name]} known to be in use), not all of {replicas} can start"
+        for name, limit in limits.items()
+        if unknown and name not in full and used[name] + unknown + replicas > limit
+    ]
+
+
+_NOT_DESCRIBED = ""
+
+
+def _instances_in_use(clients: Clients, settings: JobSettings, findings: Findings) -> Counter[str] | None:
+    """Instances of running jobs of other runs, by the quota that they count against; those of jobs that may not be
+    described, one each, by none. None if jobs can't be listed.
+    """
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    since = datetime.now(UTC) - LONGEST_LIFE
+    names: list[str] = []
+    try:
+        for status in ("InProgress", "Stopping"):
+            pages = clients.sagemaker.get_paginator("list_training_jobs").paginate(
+                StatusEquals=status,  # type: ignore[arg-type]
+                CreationTimeAfter=since,
+                PaginationConfig={"PageSize": 100, "MaxItems": RUNNING_JOBS_SEEN},
+            )
+            names += [job["TrainingJobName"] for page in pages for job in page["TrainingJobSummaries"]]
+    except (BotoCoreError, ClientError) as problem:
+        findings.warnings.append(
+            f"running jobs could not be listed, so they were not counted against the quotas: {_said(problem)}"
+        )
+        return None
+
+    def instances(name: str) -> Counter[str]:
+        try:
+            job = clients.sagemaker.describe_training_job(TrainingJobName=name)
+        except (BotoCoreError, ClientError):
+            return Counter({_NOT_DESCRIBED: 1})
+        resources, spot = job["ResourceConfig"], bool(job.get("EnableManagedSpotTraining"))
+        groups = resources.get("InstanceGroups") or [
+            {"InstanceType": jobs.instance_type(job), "InstanceCount": resources.get("InstanceCount", 1)}
+        ]
+        found: Counter[str] = Counter()
+        for group in groups:
+            found[usage_quota(group["InstanceType"], spot=spot)] += group["InstanceCount"]
+        return found
+
+    theirs = [name for name in names if not name.startswith(settings.name_prefix)]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return sum(pool.map(instances, theirs), Counter())
+
+
 def _quotas(clients: Clients, findings: Findings) -> Mapping[str, float]:
     """All quotas of the service in this account, by name; none if they can't be read."""
     from botocore.exceptions import BotoCoreError, ClientError
@@ -115,16 +195,6 @@ def _quotas(clients: Clients, findings: Findings) -> Mapping[str, float]:
         findings.warnings.append(f"quotas could not be read, so they were not checked: {_said(problem)}")
         return {}
     return found
-
-
-def _running_jobs(clients: Clients) -> int:
-    from botocore.exceptions import BotoCoreError, ClientError
-
-    try:
-        answer = clients.sagemaker.list_training_jobs(MaxResults=RUNNING_JOBS_SEEN)
-    except (BotoCoreError, ClientError):
-        return 0
-    return sum(job["TrainingJobStatus"] == "InProgress" for job in answer["TrainingJobSummaries"])
 
 
 def _check_bucket(clients: Clients, settings: JobSettings, uri: str, findings: Findings) -> None:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 ATTEMPTS = 8
 """Of each call, throttled ones included."""
+ATTEMPTS_TO_CREATE = 3
+"""Of each creation: what is still throttled then is tried again by the submitter, which can be interrupted."""
 CONNECTIONS = 8
 
 
@@ -31,6 +33,12 @@ class Clients:
     def sagemaker(self) -> SageMakerClient:
         """Training jobs."""
         client: SageMakerClient = self._make("sagemaker")
+        return client
+
+    @cached_property
+    def creating(self) -> SageMakerClient:
+        """The same, for creations."""
+        client: SageMakerClient = self._make("sagemaker", ATTEMPTS_TO_CREATE)
         return client
 
     @cached_property
@@ -57,7 +65,7 @@ class Clients:
         client: ServiceQuotasClient = self._make("service-quotas")
         return client
 
-    def _make(self, service: str) -> Any:
+    def _make(self, service: str, attempts: int | None = None) -> Any:
         try:
             import boto3
             from botocore.config import Config
@@ -66,7 +74,7 @@ class Clients:
         if self._session is None:
             self._session = boto3.session.Session(region_name=self.region)
         config = Config(
-            retries={"mode": "adaptive", "total_max_attempts": ATTEMPTS},
+            retries={"mode": "adaptive", "total_max_attempts": attempts or ATTEMPTS},
             max_pool_connections=CONNECTIONS,
             connect_timeout=10,
             read_timeout=60,

@@ -8,6 +8,7 @@ of jobs that have ended are skipped. Several launchers at once waste only calls:
 from __future__ import annotations
 
 import random
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,7 @@ STOP_SECONDS = 240.0
 
 
 class Submitter:
-    """Submits the ranks of one run. `pause` sleeps, and is where a test takes the time from."""
+    """Submits the ranks of one run. Times are in seconds, `rate` is in calls a second."""
 
     def __init__(
         self,
@@ -44,6 +45,7 @@ class Submitter:
         *,
         rate: float = RATE,
         settle_seconds: float = SETTLE_SECONDS,
+        settle_every: float = 1.0,
         stop_seconds: float = STOP_SECONDS,
         look_every: float = 2.0,
         on_note: Callable[[str], None] | None = None,
@@ -52,6 +54,7 @@ class Submitter:
         self._settings = settings
         self._rate = rate
         self._settle_seconds = settle_seconds
+        self._settle_every = settle_every
         self._stop_seconds = stop_seconds
         self._look_every = look_every
         self._note = on_note or (lambda _text: None)
@@ -59,6 +62,7 @@ class Submitter:
         self._next_at = 0.0
         self.adopted: set[str] = set()
         """Jobs that were there already."""
+        self._given_up = threading.Event()
         self._listed = False
         self._newest: dict[int, int] = {}
         self._types: dict[int, tuple[str, ...]] = {}
@@ -85,6 +89,28 @@ class Submitter:
         self._newest |= {rank: max(each)[0] for rank, each in found.items()}
         return {rank: [name for _, name in sorted(each)] for rank, each in sorted(found.items())}
 
+    @property
+    def newest(self) -> dict[int, str]:
+        """Each rank's newest job that is known here, whether it runs or not."""
+        return {rank: job_name(self._settings, rank, number) for rank, number in sorted(self._newest.items())}
+
+    def follow(self, rank: int) -> str | None:
+        """The name of the rank's next job, if another launcher has submitted it: asked for by its name, since names
+        count up. Raises botocore's errors.
+        """
+        number = self._newest.get(rank, 0) + 1
+        name = job_name(self._settings, rank, number)
+        if self.describe(name) is None:
+            return None
+        self._newest[rank] = number
+        return name
+
+    def give_up(self) -> None:
+        """Make a submission that is under way in another thread, and each later one, end soon: it stops what it has
+        submitted and raises DilocoError. May be called in a signal's handler.
+        """
+        self._given_up.set()
+
     def submit_all(self, specs: Sequence[ReplicaSpec]) -> list[str]:
         """Submit or adopt a job for each rank, or none: if one can't be, the others are stopped.
 
@@ -102,6 +128,8 @@ class Submitter:
         except (BotoCoreError, ClientError, DilocoError) as problem:
             reason = problem if isinstance(problem, DilocoError) else errors.explained(problem)
             rank = specs[len(names)].rank
+            if self._given_up.is_set() and names:
+                self._note(f"stopping the {len(names)} jobs that were submitted")
             left = self.stop([*names, *tried[-1:]])
             raise type(reason)(f"rank {rank} could not be submitted: {reason} ({_left(len(names), left)})") from None
         except BaseException:
@@ -169,11 +197,11 @@ class Submitter:
 
         types = self._types.get(spec.rank, self._settings.instance_types)
         request = training_job(self._settings.rotated(types), spec, number)
-        wait = 1.0
+        wait = self._settle_every
         while True:
             self._keep_the_rate()
             try:
-                self._clients.sagemaker.create_training_job(**request)
+                self._clients.creating.create_training_job(**request)
             except ClientError as problem:
                 if errors.code(problem) == "ResourceInUse":
                     return False
@@ -181,7 +209,7 @@ class Submitter:
                 if not passing or time.monotonic() + wait > deadline:
                     raise
                 self._note(f"rank {spec.rank}: {errors.text(problem)}: trying again")
-                time.sleep(wait * (0.75 + 0.5 * self._chance.random()))
+                self._pause(wait * (0.75 + 0.5 * self._chance.random()))
                 wait = min(wait * 2, 15.0)
             else:
                 return True
@@ -219,10 +247,14 @@ class Submitter:
 
     def _keep_the_rate(self) -> None:
         now = time.monotonic()
-        if self._next_at > now:
-            time.sleep(self._next_at - now)
+        self._pause(self._next_at - now)
         # Launchers that start together, from one scheduler say, must not stay in step.
         self._next_at = max(now, self._next_at) + (0.8 + 0.4 * self._chance.random()) / self._rate
+
+    def _pause(self, seconds: float) -> None:
+        """Sleep; DilocoError once the submission is given up."""
+        if self._given_up.wait(max(0.0, seconds)):
+            raise DilocoError("the submission was given up")
 
     def _ask_to_stop(self, name: str) -> bool:
         """Ask for the end of a job; False if there is nothing to wait for."""

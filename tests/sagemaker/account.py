@@ -55,6 +55,8 @@ class TestAccount:
     environment: dict[str, str]
     """Of the launcher."""
     stack: PulumiStack
+    folder: Path
+    """Where the launcher works."""
     _running: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def launch(self, command: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
@@ -69,7 +71,7 @@ class TestAccount:
         process = subprocess.Popen(
             [sys.executable, str(ROOT / "scripts" / name), *arguments, "--outputs", str(self.outputs)],
             env=self.environment | environment,
-            cwd=self.outputs.parent,
+            cwd=self.folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -87,6 +89,15 @@ class TestAccount:
             f"exit code {process.returncode}:\n{out}\n{err}\n{self.told()}"
         )
         return Ended(process.returncode, out, err)
+
+    def elsewhere(self, folder: Path) -> TestAccount:
+        """The same account seen from another machine: an empty home, and a folder with the outputs alone."""
+        home, work = folder / "home", folder / "work"
+        home.mkdir()
+        work.mkdir()
+        outputs = work / self.outputs.name
+        outputs.write_text(self.outputs.read_text())
+        return replace(self, outputs=outputs, folder=work, environment=self.environment | {"HOME": str(home)})
 
     def told(self) -> str:
         """What the jobs said of themselves, for a test that failed."""
@@ -163,7 +174,7 @@ def account(folder: Path, config: Mapping[str, Any] | None = None) -> Iterator[T
             "HF_HUB_OFFLINE": "1",
             "COLUMNS": "200",
         }
-        made = TestAccount(tls, service, quotas, outputs, environment, pulumi)
+        made = TestAccount(tls, service, quotas, outputs, environment, pulumi, folder)
         stack.callback(made.stop)
         yield made
 

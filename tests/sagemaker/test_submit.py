@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from tests.support.sagemaker import Service
 
-QUICK: dict[str, Any] = {"rate": 200.0, "settle_seconds": 20.0, "look_every": 0.02, "describe_every": 0.0}
+QUICK: dict[str, Any] = {"describe_every": 0.0, "rate": 200.0, "settle_seconds": 20.0, "settle_every": 0.05, "look_every": 0.02}
 
 
 @pytest.fixture

@@ -8,7 +8,9 @@ https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-training-algo-ru
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from typing import TYPE_CHECKING, Any
 
 from tests.support.namespace import NamespacedProcess
@@ -43,6 +45,10 @@ class Container(NamespacedProcess):
         scratch.mkdir(exist_ok=True)
         places = (str(scratch), str(folder / "ml"), str(folder / "bin"))
         super().__init__(_SET_UP, [*places, *command], env, lines)
+
+    def freeze(self, *, frozen: bool) -> None:
+        """Stop its processes where they are, or let them go on."""
+        os.killpg(self._process.pid, signal.SIGSTOP if frozen else signal.SIGCONT)
 
 
 def lay_out(folder: Path, request: Mapping[str, Any], instance_type: str) -> None:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.support.sagemaker.container import Container
+
 TERMINAL = ("Completed", "Failed", "Stopped")
 
 _ECHOED = (
@@ -53,6 +55,8 @@ class Job:
     interruption: str | None = None
     """`spot` or `internal`, asked for by a test."""
     artifacts: str = ""
+    container: Container | None = None
+    """What runs it at the moment."""
     lock: threading.RLock = field(default_factory=threading.RLock)
     changed: threading.Event = field(default_factory=threading.Event)
 

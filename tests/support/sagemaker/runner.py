@@ -123,6 +123,7 @@ class JobRunner:
         role = self._request["RoleArn"]
         logs = LogWriter(lambda action, stream: service.logs_as_role(role, action, stream), job.name, service.note)
         container = Container(self._command(), service.environment(job), job.folder, logs.write)
+        job.container = container
         try:
             while True:
                 code = container.poll()
@@ -141,6 +142,7 @@ class JobRunner:
                 job.changed.clear()
         finally:
             job.training_ended = time.time()
+            job.container = None
             container.stop(0.0)
             logs.close()
 

@@ -204,7 +204,8 @@ class Service:
         if request.get("SortOrder", "Descending") == "Descending":
             jobs.reverse()
         part = request.get("NameContains", "")
-        jobs = [job for job in jobs if part in job.name]
+        after = request.get("CreationTimeAfter", 0.0)
+        jobs = [job for job in jobs if part in job.name and job.created > after]
         start = int(request.get("NextToken", "0"))
         size = request.get("MaxResults", 10)
         page = jobs[start : start + size]
@@ -250,6 +251,12 @@ class Service:
             raise ValueError(f"{job.name} is no spot job")
         job.interruption = kind
         job.changed.set()
+
+    def freeze(self, job: Job, *, frozen: bool = True) -> None:
+        """Let a running job's processes stand still, as on an instance that hangs; or go on."""
+        if job.container is None:
+            raise ValueError(f"{job.name} does not run")
+        job.container.freeze(frozen=frozen)
 
     def close(self) -> None:
         """Stop all jobs and return once nothing of them runs."""
