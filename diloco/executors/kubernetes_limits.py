@@ -104,7 +104,7 @@ def _resource_problems(settings: PodSettings) -> Iterator[str]:
     for name, number, least in (
         ("--gpus", settings.gpus, 0),
         ("--max-restarts", settings.retries, 0),
-        ("--stop-grace", settings.grace_seconds, 1),
+        ("grace_seconds", settings.grace_seconds, 1),
     ):
         if number < least:
             yield f"{name} {number}: use at least {least}"

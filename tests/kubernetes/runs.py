@@ -6,6 +6,7 @@ import asyncio
 import threading
 from typing import TYPE_CHECKING, Any
 
+from diloco.cli import main
 from diloco.embedded import BUCKET
 from diloco.exchange.store import open_store
 from diloco.executors.kubernetes import KubernetesExecutor
@@ -17,6 +18,8 @@ from diloco.status import read_beats
 from tests.support.cluster import IMAGE
 
 if TYPE_CHECKING:
+    import pytest
+
     from diloco.embedded import EmbeddedS3
     from diloco.exchange.records import Beat
     from diloco.report import RunReport
@@ -120,3 +123,10 @@ def credentials(cluster: Cluster, namespace: str, s3: EmbeddedS3) -> None:
     """The Secret that pods read the S3's credentials from."""
     keys = {name: value for name, value in s3.env.items() if "KEY" in name}
     cluster.core.create_namespaced_secret(namespace, {"metadata": {"name": SECRET}, "stringData": keys})
+
+
+def bind(cluster: Cluster, namespace: str, capsys: pytest.CaptureFixture[str], *options: str) -> None:
+    """Give the launcher's account what `access` prints."""
+    assert main(["access", "--cloud", "kubernetes", "--namespace", namespace, *options]) == 0
+    applied = cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=capsys.readouterr().out)
+    assert applied.returncode == 0, applied.stderr

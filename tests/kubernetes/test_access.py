@@ -9,11 +9,11 @@ import pytest
 from kubernetes.client import AuthorizationV1Api  # type: ignore[import-untyped]
 from kubernetes.config import new_client_from_config  # type: ignore[import-untyped]
 
-from diloco.cli import main
 from diloco.cluster_access import LAUNCHER
 from diloco.executors.kubernetes import KubernetesExecutor
 from diloco.executors.kubernetes_clients import Clients, ask
 from diloco.executors.kubernetes_manifest import job_manifest
+from tests.kubernetes.runs import bind
 
 if TYPE_CHECKING:
     from tests.kubernetes.conftest import MakeRun
@@ -30,7 +30,21 @@ ALLOWED = (
     ("list", "events"),
     ("list", "workloads.kueue.x-k8s.io"),
 )
+OTHERS = {
+    "job": (),
+    "volcano": tuple((verb, "jobs.batch.volcano.sh") for verb in ("create", "delete", "list")),
+    "rayjob": tuple((verb, "rayjobs.ray.io") for verb in ("create", "delete", "list")),
+}
+"""What a Role allows beside, by the `--workload` that it is printed for."""
 DENIED = (
+    *((verb, "jobs.batch.volcano.sh") for verb in ("get", "update", "patch", "deletecollection")),
+    *((verb, "rayjobs.ray.io") for verb in ("get", "update", "patch", "deletecollection")),
+    ("update", "rayjobs/status.ray.io"),
+    ("create", "rayclusters.ray.io"),
+    ("delete", "rayclusters.ray.io"),
+    ("create", "rayservices.ray.io"),
+    ("get", "services"),
+    ("create", "services/proxy"),
     ("deletecollection", "jobs.batch"),
     ("update", "jobs.batch"),
     ("create", "pods"),
@@ -57,16 +71,15 @@ DENIED = (
 @pytest.fixture
 def launcher(cluster: Cluster, namespace: str, capsys: pytest.CaptureFixture[str]) -> Clients:
     """Clients as the ServiceAccount of the documents that the command prints."""
-    assert main(["access", "--cloud", "kubernetes", "--namespace", namespace]) == 0
-    applied = cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=capsys.readouterr().out)
-    assert applied.returncode == 0, applied.stderr
+    bind(cluster, namespace, capsys)
     return Clients(cluster.kubeconfig_of(namespace, LAUNCHER))
 
 
+@pytest.mark.parametrize("workload", OTHERS)
 def test_the_launchers_role_allows_what_it_does_and_nothing_else(
-    launcher: Clients, cluster: Cluster, namespace: str
+    workload: str, cluster: Cluster, namespace: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    del launcher  # the Role is bound
+    bind(cluster, namespace, capsys, "--workload", workload)
     reviews = AuthorizationV1Api(new_client_from_config(str(cluster.kubeconfig_of(namespace, LAUNCHER))))
 
     def may(verb: str, resource: str, where: str = namespace) -> bool:
@@ -76,9 +89,11 @@ def test_the_launchers_role_allows_what_it_does_and_nothing_else(
         answer = reviews.create_self_subject_access_review({"spec": {"resourceAttributes": asked}})
         return bool(answer.status.allowed)
 
-    assert [each for each in ALLOWED if not may(*each)] == []
-    assert [each for each in DENIED if may(*each)] == []
-    assert [each for each in ALLOWED if may(*each, where="default")] == []
+    allowed = (*ALLOWED, *OTHERS[workload])
+    elsewhere = [each for other in OTHERS if other != workload for each in OTHERS[other]]
+    assert [each for each in allowed if not may(*each)] == []
+    assert [each for each in (*DENIED, *elsewhere) if may(*each)] == []
+    assert [each for each in allowed if may(*each, where="default")] == []
 
 
 def test_the_launcher_launches_looks_reads_logs_and_cancels_as_that_account(

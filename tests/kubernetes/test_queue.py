@@ -9,8 +9,9 @@ import pytest
 from diloco.errors import ConfigurationError
 from tests.infra.conftest import ACCOUNT, REGION, environment, full_config
 from tests.support.cluster import Image
+from tests.support.cluster.kuberay import KubeRay, ray_definitions, ray_image
 from tests.support.cluster.kueue import kueue, queue
-from tests.support.engine import require
+from tests.support.engine import ROOT, require
 from tests.support.gate import Gate
 from tests.support.pulumi_stack import PulumiStack
 from tests.support.sagemaker.ministack import ministack, put_image
@@ -64,6 +65,39 @@ def test_a_second_run_is_held_until_the_quota_is_free(make_run: MakeRun, cluster
     )
     second.reaches(0, 0, 1)
     second.executor.cancel(second.executor.existing())
+
+
+@pytest.mark.usefixtures("controller")
+def test_a_second_run_of_rayjobs_is_held_until_the_quota_is_free(
+    make_run: MakeRun, cluster: Cluster, namespace: str
+) -> None:
+    image = "registry.test/diloco-ray:1"
+    cluster.kubelet.images[image] = ray_image(PYTHONPATH=str(ROOT))
+    settings = {
+        "workload": "rayjob",
+        "image_uri": image,
+        "queue": "training",
+        "cpu": "500m",
+        "steps": 40000,
+        "trainer_module": "tests.kubernetes.trainer",
+        "trainer_fn": "train",
+        "sync_every": 4,
+    }
+    with ray_definitions(cluster), KubeRay(cluster):
+        queue(cluster, namespace, "training", cpu="1", memory="8Gi")
+        first, second = make_run(**settings), make_run(**settings)
+        first.executor.launch_replicas(first.settings.replica_specs())
+        first.reaches(0, 0, 1)
+        second.executor.launch_replicas(second.settings.replica_specs())
+        cluster.until(
+            lambda: all("insufficient" in str(handle.waits) for handle in second.executor.existing()),
+            "reason of the second run",
+        )
+        assert all(str(handle.waits).startswith("queue training: ") for handle in second.executor.existing())
+        assert cluster.pods(namespace, f"diloco/run-id={second.settings.run_id}") == []
+        first.executor.cancel(first.executor.existing())
+        second.reaches(0, 0, 1)
+        second.executor.cancel(second.executor.existing())
 
 
 @pytest.mark.usefixtures("controller")

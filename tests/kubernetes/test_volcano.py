@@ -14,7 +14,7 @@ from diloco.errors import ConfigurationError
 from diloco.executors.kubernetes_manifest import job_manifest
 from diloco.executors.kubernetes_volcano import volcano_manifest
 from diloco.kubernetes_run import restore
-from tests.kubernetes.runs import SECRET
+from tests.kubernetes.runs import SECRET, bind
 from tests.support.cluster import IMAGE
 from tests.support.cluster.volcano import Volcano, volcano_definitions
 
@@ -161,13 +161,7 @@ def test_by_the_command_line_as_the_account_of_the_printed_role(
     embedded_s3: EmbeddedS3,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def bind(*more: str) -> None:
-        assert main(["access", "--cloud", "kubernetes", "--namespace", namespace, *more]) == 0
-        printed = capsys.readouterr().out
-        applied = cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=printed)
-        assert applied.returncode == 0, applied.stderr
-
-    bind()
+    bind(cluster, namespace, capsys)
     run_id = make_run().settings.run_id
     where = ["--namespace", namespace, "--kubeconfig", str(cluster.kubeconfig_of(namespace, LAUNCHER))]
     start = [
@@ -185,7 +179,7 @@ def test_by_the_command_line_as_the_account_of_the_printed_role(
     assert main(["status", run_id, *on]) == 2
     assert "has no Job in namespace" in capsys.readouterr().err
 
-    bind("--workload", "volcano")
+    bind(cluster, namespace, capsys, "--workload", "volcano")
     assert main(start) == 0
 
     def document(*words: str) -> Any:

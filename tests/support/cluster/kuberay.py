@@ -83,7 +83,9 @@ class KubeRay(Operator):
 
     def _when_new(self, job: dict[str, Any], _status: Mapping[str, Any]) -> None:
         name = job["metadata"]["name"]
-        self._patch(job, JOBS, {"metadata": {"finalizers": [FINALIZER]}})
+        # Unless it changed: one that is being deleted takes none.
+        same = {"resourceVersion": job["metadata"]["resourceVersion"]}
+        self._patch(job, JOBS, {"metadata": {"finalizers": [FINALIZER], **same}})
         self._set(
             job,
             jobDeploymentStatus="Initializing",

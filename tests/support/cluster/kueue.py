@@ -76,7 +76,7 @@ def kueue(cluster: Cluster, folder: Path) -> Iterator[None]:
         "leaderElection": {"leaderElect": False},
         "internalCertManagement": {"enable": False},
         "manageJobsWithoutQueueName": False,
-        "integrations": {"frameworks": ["batch/job"]},
+        "integrations": {"frameworks": ["batch/job", "ray.io/rayjob"]},
         "featureGates": {"VisibilityOnDemand": False},
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(configuration))
