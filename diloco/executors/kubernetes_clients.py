@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.errors import ConfigurationError, DilocoError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 TIMEOUT = (5.0, 60.0)
 """Seconds to connect, and to wait for an answer."""
@@ -103,6 +104,48 @@ def try_to(call: Callable[..., Any], *arguments: Any, **options: Any) -> dict[st
     except HTTPError as problem:
         raise DilocoError(f"the cluster does not answer: {problem}: check the network and `kubectl version`") from None
     return found
+
+
+@dataclass(frozen=True)
+class CustomResource:
+    """A kind of object of another project, which a cluster may lack."""
+
+    group: str
+    version: str
+    plural: str
+    project: str
+    """To install, in messages."""
+    workload: str
+    """What `--workload` calls it."""
+
+    @property
+    def api_version(self) -> str:
+        """As an object has it."""
+        return f"{self.group}/{self.version}"
+
+    def find(self, clients: Clients, namespace: str, selector: str) -> list[dict[str, Any]]:
+        """Those that a label selector names; none where the project is not installed. Raises DilocoError."""
+        call = clients.custom.list_namespaced_custom_object
+        found = try_to(call, self.group, self.version, namespace, self.plural, label_selector=selector)
+        return [] if found is None else list(found["items"])
+
+    def create(self, clients: Clients, namespace: str, manifest: Mapping[str, Any]) -> None:
+        """Raises TakenError if one of that name is there, ConfigurationError where the project is not installed, else
+        DilocoError.
+        """
+        call = clients.custom.create_namespaced_custom_object
+        kind = (self.group, self.version, namespace, self.plural)
+        if try_to(call, *kind, manifest, field_validation="Strict") is None:
+            raise ConfigurationError(
+                f"the cluster has no {self.plural}.{self.group}: install {self.project}, or leave out"
+                f" --workload {self.workload}"
+            )
+
+    def delete(self, clients: Clients, namespace: str, name: str) -> None:
+        """Begin to delete it and all that it owns; one that is not there needs nothing. Raises DilocoError."""
+        call = clients.custom.delete_namespaced_custom_object
+        kind = (self.group, self.version, namespace, self.plural)
+        try_to(call, *kind, name, propagation_policy="Foreground")
 
 
 class TakenError(DilocoError):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.errors import ConfigurationError, DilocoError
 from diloco.executors import kubernetes_jobs as jobs
-from diloco.executors.kubernetes_clients import ask, try_to
+from diloco.executors.kubernetes_clients import CustomResource, ask
 from diloco.executors.kubernetes_manifest import (
     QUEUE_LABEL,
     RAY_RANK_LABEL,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from diloco.executors.kubernetes_clients import Clients
     from diloco.executors.kubernetes_manifest import PodSettings
 
-GROUP, VERSION, PLURAL = "ray.io", "v1", "rayjobs"
+RESOURCE = CustomResource("ray.io", "v1", "rayjobs", "KubeRay", "rayjob")
 KEPT_SECONDS = 60
 """How long a rank's pod outlives it, for those who read its log; the pod holds its node's GPUs until then."""
 _ENDED = ("Complete", "Failed")
@@ -104,7 +104,7 @@ def _rayjob(settings: PodSettings, spec: ReplicaSpec, rank: int) -> dict[str, An
         job["suspend"] = True
         labels[QUEUE_LABEL] = settings.queue
     return {
-        "apiVersion": f"{GROUP}/{VERSION}",
+        "apiVersion": RESOURCE.api_version,
         "kind": "RayJob",
         "metadata": {
             "name": f"{settings.name}-{rank}",
@@ -131,7 +131,7 @@ def as_one(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     going = [each["metadata"]["deletionTimestamp"] for each in ordered if "deletionTimestamp" in each["metadata"]]
     if going:
         metadata["deletionTimestamp"] = min(going)
-    return {"apiVersion": f"{GROUP}/{VERSION}", "kind": "RayJobList", "metadata": metadata, "items": ordered}
+    return {"apiVersion": RESOURCE.api_version, "kind": "RayJobList", "metadata": metadata, "items": ordered}
 
 
 class RayJobs:
@@ -143,11 +143,8 @@ class RayJobs:
 
     def find(self, clients: Clients, namespace: str, selector: str) -> list[dict[str, Any]]:
         """Those that the selector names, each run's as one; none where KubeRay is not installed. Raises DilocoError."""
-        found = try_to(
-            clients.custom.list_namespaced_custom_object, GROUP, VERSION, namespace, PLURAL, label_selector=selector
-        )
         runs: dict[str, list[dict[str, Any]]] = {}
-        for job in () if found is None else found["items"]:
+        for job in RESOURCE.find(clients, namespace, f"{selector},{RAY_RANK_LABEL}"):
             runs.setdefault(job["metadata"]["labels"][RUN_LABEL], []).append(job)
         return [as_one(items) for items in runs.values()]
 
@@ -157,29 +154,23 @@ class RayJobs:
         """
         for job in manifest["items"]:
             try:
-                made = self._create(clients, namespace, job)
+                RESOURCE.create(clients, namespace, job)
             except DilocoError as problem:
                 if _rank(job) == 0:
                     raise
                 kind = ConfigurationError if isinstance(problem, ConfigurationError) else DilocoError
                 raise kind(f"rank {_rank(job)}: {problem}") from None
-            if made is None:
-                raise ConfigurationError(
-                    f"the cluster has no {PLURAL}.{GROUP}: install KubeRay, or leave out --workload rayjob"
-                )
 
     def complete(self, clients: Clients, namespace: str, job: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
         """Make the ranks that a launch left out which was broken off. Raises DilocoError."""
         there = {_rank(each) for each in job["items"]}
         for missing in (each for each in manifest["items"] if _rank(each) not in there):
-            self._create(clients, namespace, missing)
+            RESOURCE.create(clients, namespace, missing)
 
     def delete(self, clients: Clients, namespace: str, job: Mapping[str, Any]) -> None:
         """Begin to delete all of them with their clusters and pods. Raises DilocoError."""
         for each in job["items"]:
-            name = each["metadata"]["name"]
-            delete = clients.custom.delete_namespaced_custom_object
-            try_to(delete, GROUP, VERSION, namespace, PLURAL, name, propagation_policy="Foreground")
+            RESOURCE.delete(clients, namespace, each["metadata"]["name"])
 
     def refuse_scale(self) -> None:
         """Raise ConfigurationError."""
@@ -241,10 +232,6 @@ class RayJobs:
             "max_runtime": spec.get("activeDeadlineSeconds"),
             "queue": job["metadata"]["labels"].get(QUEUE_LABEL),
         }
-
-    def _create(self, clients: Clients, namespace: str, job: Mapping[str, Any]) -> dict[str, Any] | None:
-        create = clients.custom.create_namespaced_custom_object
-        return try_to(create, GROUP, VERSION, namespace, PLURAL, job, field_validation="Strict")
 
 
 def _rank(job: Mapping[str, Any]) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.errors import ConfigurationError, ExitCode
 from diloco.executors import kubernetes_jobs as jobs
-from diloco.executors.kubernetes_clients import try_to
+from diloco.executors.kubernetes_clients import CustomResource
 from diloco.executors.kubernetes_manifest import (
     HOPELESS,
     VOLCANO_RANK_LABEL,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from diloco.executors.kubernetes_clients import Clients
     from diloco.executors.kubernetes_manifest import PodSettings
 
-GROUP, VERSION, PLURAL = "batch.volcano.sh", "v1alpha1", "jobs"
+RESOURCE = CustomResource("batch.volcano.sh", "v1alpha1", "jobs", "Volcano", "volcano")
 TASK = "replica"
 DEFAULT_QUEUE = "default"
 RESTARTABLE = (
@@ -72,7 +72,7 @@ def volcano_manifest(settings: PodSettings, spec: ReplicaSpec) -> dict[str, Any]
     if settings.priority_class is not None:
         job["priorityClassName"] = settings.priority_class
     return {
-        "apiVersion": f"{GROUP}/{VERSION}",
+        "apiVersion": RESOURCE.api_version,
         "kind": "Job",
         "metadata": {
             "name": settings.name,
@@ -93,41 +93,18 @@ class VolcanoJob:
 
     def find(self, clients: Clients, namespace: str, selector: str) -> list[dict[str, Any]]:
         """Those that the selector names; none where Volcano is not installed. Raises DilocoError."""
-        found = try_to(
-            clients.custom.list_namespaced_custom_object, GROUP, VERSION, namespace, PLURAL, label_selector=selector
-        )
-        return [] if found is None else list(found["items"])
+        return RESOURCE.find(clients, namespace, selector)
 
     def create(self, clients: Clients, namespace: str, manifest: Mapping[str, Any]) -> None:
         """Raises ConfigurationError where Volcano is not installed, else DilocoError."""
-        made = try_to(
-            clients.custom.create_namespaced_custom_object,
-            GROUP,
-            VERSION,
-            namespace,
-            PLURAL,
-            manifest,
-            field_validation="Strict",
-        )
-        if made is None:
-            raise ConfigurationError(
-                f"the cluster has no {PLURAL}.{GROUP}: install Volcano, or leave out --workload volcano"
-            )
+        RESOURCE.create(clients, namespace, manifest)
 
     def complete(self, clients: Clients, namespace: str, job: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
         """One object is whole."""
 
     def delete(self, clients: Clients, namespace: str, job: Mapping[str, Any]) -> None:
         """Begin to delete it and its pods; one that is not there needs nothing. Raises DilocoError."""
-        try_to(
-            clients.custom.delete_namespaced_custom_object,
-            GROUP,
-            VERSION,
-            namespace,
-            PLURAL,
-            job["metadata"]["name"],
-            propagation_policy="Foreground",
-        )
+        RESOURCE.delete(clients, namespace, job["metadata"]["name"])
 
     def refuse_scale(self) -> None:
         """Raise ConfigurationError."""

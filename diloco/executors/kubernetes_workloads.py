@@ -8,9 +8,9 @@ from diloco.executors import kubernetes_jobs as jobs
 from diloco.executors.kubernetes_clients import ask, try_to
 from diloco.executors.kubernetes_manifest import QUEUE_LABEL, RANK_LABEL, job_manifest
 from diloco.executors.kubernetes_queue import why_suspended
-from diloco.executors.kubernetes_rayjob import GROUP as RAY
+from diloco.executors.kubernetes_rayjob import RESOURCE as RAY
 from diloco.executors.kubernetes_rayjob import RayJobs
-from diloco.executors.kubernetes_volcano import GROUP as VOLCANO
+from diloco.executors.kubernetes_volcano import RESOURCE as VOLCANO
 from diloco.executors.kubernetes_volcano import VolcanoJob
 
 if TYPE_CHECKING:
@@ -152,5 +152,5 @@ WORKLOADS: dict[Kind, Workload] = {"job": IndexedJob(), "volcano": VolcanoJob(),
 def workload_of(job: Mapping[str, Any]) -> Kind:
     """The kind of an object that the API listed; it leaves out the API's name in lists of its own kinds."""
     group, _, _ = str(job.get("apiVersion", "")).rpartition("/")
-    others: dict[str, Kind] = {VOLCANO: "volcano", RAY: "rayjob"}
+    others: dict[str, Kind] = {VOLCANO.group: "volcano", RAY.group: "rayjob"}
     return others.get(group, "job")

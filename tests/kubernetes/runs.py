@@ -22,10 +22,23 @@ if TYPE_CHECKING:
 
     from diloco.embedded import EmbeddedS3
     from diloco.exchange.records import Beat
+    from diloco.kubernetes_run import Restored
     from diloco.report import RunReport
     from tests.support.cluster import Cluster
 
 SECRET = "bucket-credentials"  # noqa: S105 - a Secret's name
+EVERYTHING: dict[str, Any] = {
+    "gpus": 2,
+    "queue": "training",
+    "priority_class": "system-node-critical",
+    "node_selector": {"zone": "a"},
+    "tolerations": ({"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"},),
+    "token_secret": "hub",
+    "max_runtime": 3600,
+    "env": {"A": "b"},
+    "labels": {"team": "research"},
+}
+"""Settings of pods that are not the defaults."""
 PACE = Pace(processes=0.2, status=0.3)
 
 
@@ -123,6 +136,15 @@ def credentials(cluster: Cluster, namespace: str, s3: EmbeddedS3) -> None:
     """The Secret that pods read the S3's credentials from."""
     keys = {name: value for name, value in s3.env.items() if "KEY" in name}
     cluster.core.create_namespaced_secret(namespace, {"metadata": {"name": SECRET}, "stringData": keys})
+
+
+def assert_same(found: Restored, run: Run) -> None:
+    """What was found again in the cluster is how the run was started."""
+    assert found.settings == run.settings
+    assert [dict(each) for each in found.pods.tolerations] == [dict(each) for each in run.pods.tolerations]
+    for name in run.pods.__dataclass_fields__:
+        if name != "tolerations":
+            assert getattr(found.pods, name) == getattr(run.pods, name), name
 
 
 def bind(cluster: Cluster, namespace: str, capsys: pytest.CaptureFixture[str], *options: str) -> None:

@@ -23,6 +23,15 @@ if TYPE_CHECKING:
     from tests.kubernetes.conftest import MakeRun
     from tests.support.cluster import Cluster
 
+LONG: dict[str, Any] = {
+    "queue": "training",
+    "cpu": "500m",
+    "steps": 40000,
+    "trainer_module": "tests.kubernetes.trainer",
+    "trainer_fn": "train",
+    "sync_every": 4,
+}
+
 
 @pytest.fixture(scope="module")
 def controller(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
@@ -34,15 +43,7 @@ def controller(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> It
 @pytest.mark.usefixtures("controller")
 def test_a_second_run_is_held_until_the_quota_is_free(make_run: MakeRun, cluster: Cluster, namespace: str) -> None:
     queue(cluster, namespace, "training", cpu="1", memory="8Gi")
-    settings = {
-        "queue": "training",
-        "cpu": "500m",
-        "steps": 40000,
-        "trainer_module": "tests.kubernetes.trainer",
-        "trainer_fn": "train",
-        "sync_every": 4,
-    }
-    first, second = make_run(**settings), make_run(**settings)
+    first, second = make_run(**LONG), make_run(**LONG)
     first.executor.launch_replicas(first.settings.replica_specs())
     cluster.until(
         lambda: all(handle.status == "running" for handle in first.executor.existing()), "start of the first run"
@@ -73,19 +74,10 @@ def test_a_second_run_of_rayjobs_is_held_until_the_quota_is_free(
 ) -> None:
     image = "registry.test/diloco-ray:1"
     cluster.kubelet.images[image] = ray_image(PYTHONPATH=str(ROOT))
-    settings = {
-        "workload": "rayjob",
-        "image_uri": image,
-        "queue": "training",
-        "cpu": "500m",
-        "steps": 40000,
-        "trainer_module": "tests.kubernetes.trainer",
-        "trainer_fn": "train",
-        "sync_every": 4,
-    }
+    ray = {"workload": "rayjob", "image_uri": image}
     with ray_definitions(cluster), KubeRay(cluster):
         queue(cluster, namespace, "training", cpu="1", memory="8Gi")
-        first, second = make_run(**settings), make_run(**settings)
+        first, second = make_run(**LONG, **ray), make_run(**LONG, **ray)
         first.executor.launch_replicas(first.settings.replica_specs())
         first.reaches(0, 0, 1)
         second.executor.launch_replicas(second.settings.replica_specs())

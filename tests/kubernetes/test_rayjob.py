@@ -14,13 +14,12 @@ import pytest
 from kubernetes.client import CustomObjectsApi  # type: ignore[import-untyped]
 
 from diloco.cli import main
-from diloco.cluster_access import LAUNCHER
-from diloco.embedded import BUCKET
 from diloco.errors import ConfigurationError
-from diloco.executors.kubernetes_manifest import RAY_VARIABLES, job_manifest
+from diloco.executors.kubernetes_manifest import RAY_VARIABLES, RUN_LABEL, job_manifest
 from diloco.executors.kubernetes_rayjob import as_one, rayjob_manifest
 from diloco.kubernetes_run import restore
-from tests.kubernetes.runs import SECRET, bind
+from tests.kubernetes.runs import EVERYTHING, assert_same
+from tests.kubernetes.walk import walk_through
 from tests.support.cluster.kuberay import CLUSTERS, GROUP, JOBS, VERSION, KubeRay, ray_definitions, ray_image
 from tests.support.engine import ROOT
 
@@ -40,18 +39,7 @@ PACED: dict[str, Any] = {
     "trainer_fn": "train",
     "sync_every": 4,
 }
-FULL: dict[str, Any] = {
-    **RAY,
-    "gpus": 2,
-    "queue": "training",
-    "priority_class": "system-node-critical",
-    "node_selector": {"zone": "a"},
-    "tolerations": ({"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"},),
-    "token_secret": "hub",
-    "max_runtime": 3600,
-    "env": {"A": "b"},
-    "labels": {"team": "research"},
-}
+FULL: dict[str, Any] = {**RAY, **EVERYTHING}
 
 
 @pytest.fixture(scope="module")
@@ -142,15 +130,13 @@ def test_a_run_is_found_again_by_its_rayjobs_as_it_was_started(make_run: MakeRun
     run = make_run(**FULL, retries=5, exchange={"policy": "skip", "min_replicas": 1})
     made = rayjob_manifest(run.pods, run.settings.replica_specs(launcher="nonce")[0])
     found = restore(as_one(made["items"][::-1]))
-    assert found.settings == run.settings
-    assert [dict(each) for each in found.pods.tolerations] == [dict(each) for each in run.pods.tolerations]
-    for name in run.pods.__dataclass_fields__:
-        if name != "tolerations":
-            assert getattr(found.pods, name) == getattr(run.pods, name), name
+    assert_same(found, run)
 
 
 @pytest.mark.usefixtures("controller")
-def test_replicas_train_to_the_end_with_equal_digests(make_run: MakeRun, cluster: Cluster, namespace: str) -> None:
+def test_replicas_train_to_the_end_with_equal_digests(
+    make_run: MakeRun, cluster: Cluster, namespace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = make_run(**RAY, steps=8).start()
     report = run.end()
     assert report.succeeded, f"{report}\n{run.state()}"
@@ -160,6 +146,9 @@ def test_replicas_train_to_the_end_with_equal_digests(make_run: MakeRun, cluster
         (0, "succeeded", 0),
         (1, "succeeded", 0),
     ]
+    where = ["--backend", "kubernetes", "--namespace", namespace, "--kubeconfig", str(cluster.kubeconfig)]
+    assert main(["collect", run.settings.run_id, *where, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["digests_equal"] is True
     # Nothing is left but the RayJobs, which are read by `collect`, once the clusters have been kept for long enough.
     cluster.until(lambda: objects(cluster, namespace) == [f"{run.pods.name}-0", f"{run.pods.name}-1"], "clean-up")
 
@@ -168,14 +157,14 @@ def test_replicas_train_to_the_end_with_equal_digests(make_run: MakeRun, cluster
 def test_a_killed_replica_is_tried_again_in_a_new_cluster_and_catches_up(make_run: MakeRun, cluster: Cluster) -> None:
     run = make_run(steps=120, trainer_kwargs={"step_seconds": 0.1}, retries=1, **PACED).start()
     run.reaches(2, 0, 1)
-    [first] = run.executor.workload.find(run.executor.clients, run.namespace, "")
+    [first] = run.executor.workload.find(run.executor.clients, run.namespace, RUN_LABEL)
     kill_replica(run, 1)
     said = cluster.until(
         lambda: [state.why for state in run.executor.states() if state.rank == 1 and state.why], "reason of the retry"
     )
     assert said == ["restarts after: killed by SIGKILL"]
     run.reaches(4, 1, attempt=2)
-    [second] = run.executor.workload.find(run.executor.clients, run.namespace, "")
+    [second] = run.executor.workload.find(run.executor.clients, run.namespace, RUN_LABEL)
     clusters = [[job["status"]["rayClusterName"] for job in each["items"]] for each in (first, second)]
     assert [one == other for one, other in zip(*clusters, strict=True)] == [True, False]
     assert [state.restarts for state in run.executor.states()] == [0, 1]
@@ -295,59 +284,10 @@ def test_a_suspended_run_waits_for_its_queue_and_says_so(make_run: MakeRun, clus
 
 @pytest.mark.usefixtures("controller")
 def test_by_the_command_line_as_the_account_of_the_printed_role(
-    make_run: MakeRun,
-    cluster: Cluster,
-    namespace: str,
-    embedded_s3: EmbeddedS3,
-    capsys: pytest.CaptureFixture[str],
+    make_run: MakeRun, cluster: Cluster, namespace: str, embedded_s3: EmbeddedS3, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bind(cluster, namespace, capsys)
-    run_id = make_run().settings.run_id
-    where = ["--namespace", namespace, "--kubeconfig", str(cluster.kubeconfig_of(namespace, LAUNCHER))]
-    start = [
-        *("run", "--backend", "kubernetes", "--workload", "rayjob", "--replicas", "2", "--steps", "4000"),
-        *("--sync-every", "4", "--run-id", run_id, "--rendezvous", f"s3://{BUCKET}", "--image", IMAGE),
-        *("--credentials-secret", SECRET, "--endpoint-url", embedded_s3.endpoint_url, "--region", "us-east-1"),
-        *("--cpu", "100m", "--memory", "256Mi", "--trainer-module", "tests.kubernetes.trainer"),
-        *("--trainer-fn", "train", "--trainer-kwargs-json", '{"step_seconds": 0.05}', "--policy", "skip"),
-        *("--min-replicas", "1", "--detach", *where),
-    ]
-    on = ["--backend", "kubernetes", *where]
-    # The Role of Indexed Jobs does not reach RayJobs, and other runs are still found with it.
-    assert main(start) == 2
-    assert "bind the Role that `access --cloud kubernetes --workload rayjob` prints" in capsys.readouterr().err
-    assert main(["status", run_id, *on]) == 2
-    assert "has no Job in namespace" in capsys.readouterr().err
-
-    bind(cluster, namespace, capsys, "--workload", "rayjob")
-    assert main(start) == 0
-
-    def document(*words: str) -> Any:
-        capsys.readouterr()
-        assert main([*words, *on, "--json"]) == 0
-        return json.loads(capsys.readouterr().out)
-
-    def all_run() -> bool:
-        replicas = document("status", run_id)["replicas"]
-        return [each["status"] for each in replicas] == ["running"] * 2
-
-    cluster.until(all_run, "running pods")
-    [listed] = document("list")
-    assert (listed["run_id"], listed["replicas"]) == (run_id, {"active": 2})
-
-    def log() -> str:
-        capsys.readouterr()
-        assert main(["logs", run_id, "--rank", "1", *on]) == 0
-        return capsys.readouterr().out
-
-    assert "[1] " in cluster.until(lambda: found if "averaged ranks" in (found := log()) else "", "log of rank 1")
-    assert main(["scale", run_id, "--replicas", "3", *where]) == 2
-    error = capsys.readouterr().err
-    assert "a run of RayJobs keeps its size" in error
-    assert error.count("\n") == 1
-    assert main(["cancel", run_id, *on]) == 0
+    walk_through("rayjob", IMAGE, make_run, cluster, namespace, embedded_s3, capsys)
     assert objects(cluster, namespace) == []
-    assert main(["status", run_id, *on]) == 2
 
 
 def _states(run: Run) -> list[Any]:

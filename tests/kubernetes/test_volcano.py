@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from diloco.cli import main
-from diloco.cluster_access import LAUNCHER
-from diloco.embedded import BUCKET
 from diloco.errors import ConfigurationError
 from diloco.executors.kubernetes_manifest import job_manifest
 from diloco.executors.kubernetes_volcano import volcano_manifest
 from diloco.kubernetes_run import restore
-from tests.kubernetes.runs import SECRET, bind
+from tests.kubernetes.runs import EVERYTHING, assert_same
+from tests.kubernetes.walk import walk_through
 from tests.support.cluster import IMAGE
 from tests.support.cluster.volcano import Volcano, volcano_definitions
 
@@ -31,18 +29,7 @@ PACED: dict[str, Any] = {
     "trainer_fn": "train",
     "sync_every": 4,
 }
-FULL: dict[str, Any] = {
-    "workload": "volcano",
-    "gpus": 2,
-    "queue": "training",
-    "priority_class": "system-node-critical",
-    "node_selector": {"zone": "a"},
-    "tolerations": ({"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"},),
-    "token_secret": "hub",
-    "max_runtime": 3600,
-    "env": {"A": "b"},
-    "labels": {"team": "research"},
-}
+FULL: dict[str, Any] = {"workload": "volcano", **EVERYTHING}
 
 
 @pytest.fixture(scope="module")
@@ -92,11 +79,7 @@ def test_the_pods_are_those_of_an_indexed_job(make_run: MakeRun) -> None:
 def test_a_run_is_found_again_by_its_volcano_job_as_it_was_started(make_run: MakeRun) -> None:
     run = make_run(**FULL, retries=5, exchange={"policy": "skip", "min_replicas": 1})
     found = restore(volcano_manifest(run.pods, run.settings.replica_specs(launcher="nonce")[0]))
-    assert found.settings == run.settings
-    assert [dict(each) for each in found.pods.tolerations] == [dict(each) for each in run.pods.tolerations]
-    for name in run.pods.__dataclass_fields__:
-        if name != "tolerations":
-            assert getattr(found.pods, name) == getattr(run.pods, name), name
+    assert_same(found, run)
 
 
 @pytest.mark.usefixtures("controller")
@@ -155,51 +138,6 @@ def test_a_queued_run_waits_and_says_so(make_run: MakeRun, cluster: Cluster, nam
 
 @pytest.mark.usefixtures("controller")
 def test_by_the_command_line_as_the_account_of_the_printed_role(
-    make_run: MakeRun,
-    cluster: Cluster,
-    namespace: str,
-    embedded_s3: EmbeddedS3,
-    capsys: pytest.CaptureFixture[str],
+    make_run: MakeRun, cluster: Cluster, namespace: str, embedded_s3: EmbeddedS3, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bind(cluster, namespace, capsys)
-    run_id = make_run().settings.run_id
-    where = ["--namespace", namespace, "--kubeconfig", str(cluster.kubeconfig_of(namespace, LAUNCHER))]
-    start = [
-        *("run", "--backend", "kubernetes", "--workload", "volcano", "--replicas", "2", "--steps", "4000"),
-        *("--sync-every", "4", "--run-id", run_id, "--rendezvous", f"s3://{BUCKET}", "--image", IMAGE),
-        *("--credentials-secret", SECRET, "--endpoint-url", embedded_s3.endpoint_url, "--region", "us-east-1"),
-        *("--cpu", "100m", "--memory", "256Mi", "--trainer-module", "tests.kubernetes.trainer"),
-        *("--trainer-fn", "train", "--trainer-kwargs-json", '{"step_seconds": 0.05}', "--policy", "skip"),
-        *("--min-replicas", "1", "--detach", *where),
-    ]
-    on = ["--backend", "kubernetes", *where]
-    # The Role of Indexed Jobs does not reach Volcano's, and other runs are still found with it.
-    assert main(start) == 2
-    assert "bind the Role that `access --cloud kubernetes --workload volcano` prints" in capsys.readouterr().err
-    assert main(["status", run_id, *on]) == 2
-    assert "has no Job in namespace" in capsys.readouterr().err
-
-    bind(cluster, namespace, capsys, "--workload", "volcano")
-    assert main(start) == 0
-
-    def document(*words: str) -> Any:
-        capsys.readouterr()
-        assert main([*words, *on, "--json"]) == 0
-        return json.loads(capsys.readouterr().out)
-
-    def all_run() -> bool:
-        replicas = document("status", run_id)["replicas"]
-        return [each["status"] for each in replicas] == ["running"] * 2
-
-    cluster.until(all_run, "running pods")
-    [listed] = document("list")
-    assert (listed["run_id"], listed["replicas"]) == (run_id, {"active": 2})
-    assert main(["logs", run_id, "--rank", "0", *on]) == 0
-    capsys.readouterr()
-    assert main(["scale", run_id, "--replicas", "3", *where]) == 2
-    error = capsys.readouterr().err
-    assert "a Volcano Job keeps its size" in error
-    assert error.count("\n") == 1
-    assert main(["cancel", run_id, *on]) == 0
-    assert cluster.pods(namespace) == []
-    assert main(["status", run_id, *on]) == 2
+    walk_through("volcano", IMAGE, make_run, cluster, namespace, embedded_s3, capsys)
