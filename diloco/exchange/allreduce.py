@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from diloco.errors import DivergedError, RoundError
@@ -154,31 +155,27 @@ class ObjectStoreAllReduce:
         those are read that this replica will average.
         """
         division = Division.of(self.context.run, encoded.info.numel)
-        self._ahead = None
-        if self.context.run.reduce == "gather":
-            await self._create_parts(round_, encoded, division, division.shards)
-            return
-        rank = self.context.member.rank
-        ranks = sorted(self._expected(round_) | {rank})
-        self._ahead = Ahead(self.context, round_, division, ranks)
-        order = division.upload_order(round_, ranks.index(rank), len(ranks))
-        await self.context.store.beside(self._create_parts(round_, encoded, division, order), self._ahead.watch)
-
-    async def _create_parts(
-        self, round_: int, encoded: codec.Encoded, division: Division, order: Sequence[Shard]
-    ) -> None:
-        member = self.context.member
+        store, member = self.context.store, self.context.member
         parts = list(division.parts(round_, member, codec.DATA_OFFSET))
-        for shard in order:
+
+        async def create(shard: Shard) -> None:
             key, start, end = parts[shard.index]
-            data = encoded.data if len(parts) == 1 else encoded.data[start:end]
             # Nobody else writes this attempt's objects: the same bytes are its own. A whole one need not be read back.
             nonce_in = codec.DATA_OFFSET if shard.index == 0 else None
-            if not await create_same(self.context.store, key, data, nonce_in=nonce_in):
+            if not await create_same(store, key, memoryview(encoded.data)[start:end], nonce_in=nonce_in):
                 raise RoundError(
                     f"{member}: a payload of round {round_} that this process did not write is in its place: start the "
                     "run again with the same run id"
                 )
+
+        self._ahead = None
+        if self.context.run.reduce == "gather":
+            await store.each([partial(create, shard) for shard in division.shards])
+            return
+        ranks = sorted(self._expected(round_) | {member.rank})
+        self._ahead = Ahead(self.context, round_, division, ranks)
+        order = division.upload_order(round_, ranks.index(member.rank), len(ranks))
+        await store.each([partial(create, shard) for shard in order], beside=self._ahead.look)
 
     def _expected(self, round_: int) -> set[int]:
         """Who will probably take part: those who did last time."""

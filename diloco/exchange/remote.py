@@ -20,10 +20,10 @@ from diloco.errors import (
     StoreError,
     StoreUnreachableError,
 )
-from diloco.exchange.store import BLOCK_BYTES, Entry, Store
+from diloco.exchange.store import BLOCK_BYTES, Data, Entry, Store
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
     from pathlib import Path
     from typing import BinaryIO, TypeVar
 
@@ -39,6 +39,7 @@ once).
 """
 MOST_PARTS = 10_000
 CONCURRENT_PARTS = 4
+CONCURRENT_OBJECTS = 2
 CONCURRENT_RANGES = 4
 AHEAD_BYTES = 2 * BLOCK_BYTES + 2**16
 """Two blocks, one of them with its object's framing."""
@@ -167,27 +168,48 @@ class RemoteStore(Store):
                     asked.append((one.end - one.start, asyncio.ensure_future(read(one.key, one.start, one.end))))
                 yield await asked.popleft()[1]
         finally:
-            for _, future in asked:
-                future.cancel()
-            await asyncio.gather(*(future for _, future in asked), return_exceptions=True)
+            await _end([future for _, future in asked])
 
     async def meanwhile(self, work: Callable[[], T]) -> T:
         """In a thread: hashing and torch let go of the interpreter."""
         return await asyncio.to_thread(work)
 
-    async def beside(self, main: Awaitable[T], other: Callable[[], Awaitable[None]]) -> T:
-        """As the base says, with `other` as a task."""
-        task = asyncio.ensure_future(other())
-        try:
-            return await main
-        finally:
-            while not task.done():  # a library below may lose a cancellation
-                task.cancel()
-                await asyncio.wait([task], timeout=0.1)
-            if not task.cancelled() and (problem := task.exception()) is not None:
-                logger.warning("%s: %s", self.uri, problem)
+    async def each(
+        self,
+        calls: Sequence[Callable[[], Awaitable[None]]],
+        *,
+        beside: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """As the base says, :data:`CONCURRENT_OBJECTS` at a time: the link does not idle between two."""
+        waiting, left, look = iter(calls), len(calls), asyncio.Event()
 
-    async def _create(self, key: str, data: bytes | bytearray) -> bool:
+        async def make() -> None:
+            nonlocal left
+            for call in waiting:
+                await call()
+                left -= 1
+                look.set()
+
+        async def watch() -> None:
+            while beside is not None:
+                await look.wait()
+                look.clear()
+                if not left:
+                    return
+                try:
+                    await beside()
+                except DilocoError as problem:
+                    logger.warning("%s: %s", self.uri, problem)
+
+        making = [asyncio.ensure_future(make()) for _ in range(CONCURRENT_OBJECTS)]
+        watching = asyncio.ensure_future(watch())
+        try:
+            await asyncio.gather(*making)
+            await watching
+        finally:
+            await _end([*making, watching])
+
+    async def _create(self, key: str, data: Data) -> bool:
         try:
             await self._do("create", key, self._put(key, _Slices(data), {"IfNoneMatch": "*"}), len(data))
         except _AlreadyThereError:
@@ -197,7 +219,7 @@ class RemoteStore(Store):
             raise OutcomeUnknownError(f"{self.uri}/{key}: no answer to a create: {problem}") from problem
         return True
 
-    async def _write(self, key: str, data: bytes | bytearray) -> None:
+    async def _write(self, key: str, data: Data) -> None:
         await self._do("write", key, self._put(key, _Slices(data), {}), len(data))
 
     async def _write_file(self, key: str, path: Path) -> None:
@@ -233,9 +255,7 @@ class RemoteStore(Store):
             parts = {"Parts": list(await asyncio.gather(*sending))}
             await s3._call_s3("complete_multipart_upload", **upload, MultipartUpload=parts, **condition)
         except BaseException:
-            for task in sending:
-                task.cancel()
-            await asyncio.gather(*sending, return_exceptions=True)
+            await _end(sending)
             abort = asyncio.ensure_future(s3._call_s3("abort_multipart_upload", **upload))
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(asyncio.shield(abort), ABORT_TIMEOUT)
@@ -266,6 +286,15 @@ class RemoteStore(Store):
             await client.__aexit__(None, None, None)
 
 
+async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel what is not done, and wait for it: again and again, since a library below may lose a cancellation."""
+    while pending := [task for task in tasks if not task.done()]:
+        for task in pending:
+            task.cancel()
+        await asyncio.wait(pending, timeout=0.1)
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def _fits(size: int, asked: list[int]) -> bool:
     """Whether one more range of this size may be asked for: two blocks' bytes at once, or whatever if there is none."""
     return not asked or (len(asked) < CONCURRENT_RANGES and sum(asked) + size <= AHEAD_BYTES)
@@ -282,12 +311,14 @@ class _Body(Protocol):
 class _Slices:
     """Bytes in memory."""
 
-    def __init__(self, data: bytes | bytearray) -> None:
+    def __init__(self, data: Data) -> None:
         self.size = len(data)
         self._data = data
 
     async def slice(self, start: int, end: int) -> bytes | bytearray:
-        return self._data if end - start >= self.size else self._data[start:end]
+        if end - start >= self.size and not isinstance(self._data, memoryview):
+            return self._data
+        return bytes(memoryview(self._data)[start:end])  # botocore takes no memoryview
 
 
 class _FileSlices:

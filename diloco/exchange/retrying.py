@@ -16,11 +16,11 @@ from diloco.errors import OutcomeUnknownError, StoreUnreachableError
 from diloco.exchange.store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
     from pathlib import Path
 
     from diloco.exchange.clock import Clock
-    from diloco.exchange.store import Entries, Range
+    from diloco.exchange.store import Data, Entries, Range
 
 logger = logging.getLogger(__name__)
 
@@ -64,14 +64,19 @@ class RetryingStore(Store):
         """As the inner store does."""
         return await self._inner.meanwhile(work)
 
-    async def beside(self, main: Awaitable[T], other: Callable[[], Awaitable[None]]) -> T:
+    async def each(
+        self,
+        calls: Sequence[Callable[[], Awaitable[None]]],
+        *,
+        beside: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         """As the inner store does."""
-        return await self._inner.beside(main, other)
+        await self._inner.each(calls, beside=beside)
 
-    async def _create(self, key: str, data: bytes | bytearray) -> bool:
+    async def _create(self, key: str, data: Data) -> bool:
         return await self._again("create", key, lambda: self._inner._create(key, data))
 
-    async def _write(self, key: str, data: bytes | bytearray) -> None:
+    async def _write(self, key: str, data: Data) -> None:
         await self._again("write", key, lambda: self._inner._write(key, data))
 
     async def _write_file(self, key: str, path: Path) -> None:

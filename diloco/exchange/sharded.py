@@ -56,14 +56,11 @@ class Ahead:
         self.found: dict[tuple[Member, int], bytes] = {}
         """Objects by member and shard."""
 
-    async def watch(self) -> None:
-        """Read what appears, for ever."""
-        poll = self._context.poll()
-        while True:
-            listed = await self._context.store.list(layout.payloads(self._round))
-            parts = [(entry, layout.parse_part(entry.key)) for entry in listed]
-            await self._read((entry.key, entry.size, *part) for entry, part in parts if part is not None)
-            await poll.pause()
+    async def look(self) -> None:
+        """Read what is there."""
+        listed = await self._context.store.list(layout.payloads(self._round))
+        parts = [(entry, layout.parse_part(entry.key)) for entry in listed]
+        await self._read((entry.key, entry.size, *part) for entry, part in parts if part is not None)
 
     async def take(self, headers: Iterable[Header]) -> None:
         """Read what those have written whose headers are there."""
@@ -152,8 +149,7 @@ class ShardedMean:
         listed = await self._context.store.list(layout.means(self._commit.round))
         found = {layout.parse_mean(entry.key) for entry in listed}
         there = [shard for index, shard in self._left.items() if index in found]
-        for shard in there:
-            await self._take(shard)
+        await self._context.store.each([partial(self._take, shard) for shard in there])
         if there:
             self._silent.restart()
         elif (orphan := await self._orphan(poll, self._silent)) is not None:

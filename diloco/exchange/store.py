@@ -33,13 +33,15 @@ from diloco.exchange import layout
 from diloco.exchange.records import new_nonce
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+    from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
     from pathlib import Path
     from typing import Any
 
     from diloco.exchange.records import OnceRecord
 
 T = TypeVar("T")
+
+Data = bytes | bytearray | memoryview
 
 BLOCK_BYTES = 8 * 2**20
 """How much of a large object is in flight in one piece."""
@@ -125,13 +127,22 @@ class Store(ABC):
         """Do what takes a processor's time; a store that can goes on transferring."""
         return work()
 
-    async def beside(self, main: Awaitable[T], other: Callable[[], Awaitable[None]]) -> T:  # noqa: ARG002
-        """Await `main` and return what it does; a store that can lets `other`, which only saves time, run until then.
-        Whatever becomes of `other` is ignored.
-        """
-        return await main
+    async def each(
+        self,
+        calls: Sequence[Callable[[], Awaitable[None]]],
+        *,
+        beside: Callable[[], Awaitable[None]] | None = None,  # noqa: ARG002
+    ) -> None:
+        """Make calls that transfer something, in this order; a store that can has a few under way. The first that
+        raises ends the others.
 
-    async def create(self, key: str, data: bytes | bytearray) -> bool:
+        `beside` only saves time: a store that can calls it, too, when one of them has ended and more are left, and
+        lets it finish. What the store refuses to it is not raised.
+        """
+        for call in calls:
+            await call()
+
+    async def create(self, key: str, data: Data) -> bool:
         """Write the object if it is absent. True: written now; False: it was there. Raises OutcomeUnknownError if the
         answer was lost.
         """
@@ -140,7 +151,7 @@ class Store(ABC):
         self.stats.bytes_up += len(data)
         return created
 
-    async def write(self, key: str, data: bytes | bytearray) -> None:
+    async def write(self, key: str, data: Data) -> None:
         """Write the object whether or not it is there."""
         self.stats.requests += 1
         await self._write(_inside(key), data)
@@ -170,10 +181,10 @@ class Store(ABC):
     async def _read(self, key: str, start: int, end: int | None) -> bytes: ...
 
     @abstractmethod
-    async def _create(self, key: str, data: bytes | bytearray) -> bool: ...
+    async def _create(self, key: str, data: Data) -> bool: ...
 
     @abstractmethod
-    async def _write(self, key: str, data: bytes | bytearray) -> None: ...
+    async def _write(self, key: str, data: Data) -> None: ...
 
     @abstractmethod
     async def _write_file(self, key: str, path: Path) -> None: ...
@@ -240,7 +251,7 @@ async def create_once(store: Store, key: str, record: OnceRecord) -> tuple[bool,
     raise OutcomeUnknownError(f"{store.uri}/{key}: the store says that it exists, and that it does not")
 
 
-async def create_same(store: Store, key: str, data: bytes | bytearray, *, nonce_in: int | None = None) -> bool:
+async def create_same(store: Store, key: str, data: Data, *, nonce_in: int | None = None) -> bool:
     """Create an object of which every writer writes the same bytes; returns whether the stored ones are these.
 
     A lost answer is settled by reading back: the first `nonce_in` bytes where they hold a nonce, else all.

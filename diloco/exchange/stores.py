@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import ParamSpec, TypeVar
 
+    from diloco.exchange.store import Data
+
     P = ParamSpec("P")
     T = TypeVar("T")
 
@@ -47,14 +49,14 @@ class MemoryStore(Store):
         except KeyError:
             raise ObjectMissingError(f"{self.uri}/{key}") from None
 
-    async def _create(self, key: str, data: bytes | bytearray) -> bool:
+    async def _create(self, key: str, data: Data) -> bool:
         with self._lock:
             if key in self._objects:
                 return False
             self._objects[key] = bytes(data)
             return True
 
-    async def _write(self, key: str, data: bytes | bytearray) -> None:
+    async def _write(self, key: str, data: Data) -> None:
         self._objects[key] = bytes(data)
 
     async def _write_file(self, key: str, path: Path) -> None:
@@ -115,7 +117,7 @@ class LocalStore(Store):
             raise
         return aside
 
-    async def _create(self, key: str, data: bytes | bytearray) -> bool:
+    async def _create(self, key: str, data: Data) -> bool:
         def create() -> bool:
             target = self._root / key
             if target.exists():
@@ -132,7 +134,7 @@ class LocalStore(Store):
 
         return await self._in_thread(create, key)
 
-    async def _write(self, key: str, data: bytes | bytearray) -> None:
+    async def _write(self, key: str, data: Data) -> None:
         def write() -> None:
             target = self._root / key
             self._aside(target, lambda path: path.write_bytes(data)).replace(target)

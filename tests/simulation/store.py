@@ -9,7 +9,7 @@ from tests.simulation.scenario import CREATES, kind_of
 from tests.support.stores import WrappedStore
 
 if TYPE_CHECKING:
-    from diloco.exchange.store import Entry
+    from diloco.exchange.store import Data, Entry
     from diloco.exchange.stores import MemoryStore
     from tests.simulation.process import Process
 
@@ -23,7 +23,7 @@ class FaultyStore(WrappedStore):
         self._process = process
         self._unreachable = 0
 
-    async def _step(self, operation: str, key: str, data: bytes | bytearray | None = None) -> str | None:
+    async def _step(self, operation: str, key: str, data: Data | None = None) -> str | None:
         """Let others go first; returns what befalls a create."""
         process, simulation = self._process, self._process.simulation
         kind = kind_of(key)
@@ -55,7 +55,7 @@ class FaultyStore(WrappedStore):
             raise OutcomeUnknownError(f"{self.uri}/{key}: no answer to a create")
         return fault.kind
 
-    def _arrive_later(self, key: str, data: bytes | bytearray, seconds: float) -> None:
+    def _arrive_later(self, key: str, data: Data, seconds: float) -> None:
         simulation, body, process = self._process.simulation, bytes(data), self._process
 
         async def arrive() -> None:
@@ -72,7 +72,7 @@ class FaultyStore(WrappedStore):
         self._process.simulation.oracle.reads(self._process, key)
         return await self.inner._read(key, start, end)
 
-    async def _create(self, key: str, data: bytes | bytearray) -> bool:
+    async def _create(self, key: str, data: Data) -> bool:
         lost = await self._step("create", key, data)
         created = await self.inner._create(key, data)
         if created:
@@ -83,7 +83,7 @@ class FaultyStore(WrappedStore):
             raise OutcomeUnknownError(f"{self.uri}/{key}: no answer to a create")
         return created and lost != "duplicate"
 
-    async def _write(self, key: str, data: bytes | bytearray) -> None:
+    async def _write(self, key: str, data: Data) -> None:
         await self._step("write", key)
         before = self.memory._objects.get(key)
         await self.inner._write(key, data)

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from diloco.errors import OutcomeUnknownError
-from diloco.exchange.store import Entry, Store, open_store
+from diloco.exchange.store import Data, Entry, Store, open_store
 from diloco.exchange.stores import MemoryStore
 
 if TYPE_CHECKING:
@@ -46,13 +46,13 @@ class WrappedStore(Store):
         await self.after("read", key)
         return data
 
-    async def _create(self, key: str, data: bytes | bytearray) -> bool:
+    async def _create(self, key: str, data: Data) -> bool:
         await self.before("create", key)
         created = await self.inner._create(key, data)
         await self.after("create", key)
         return created
 
-    async def _write(self, key: str, data: bytes | bytearray) -> None:
+    async def _write(self, key: str, data: Data) -> None:
         await self.before("write", key)
         await self.inner._write(key, data)
         await self.after("write", key)
@@ -116,7 +116,7 @@ class LostAnswers(WrappedStore):
 class UnconditionalStore(MemoryStore):
     """Ignores create-if-absent, as some S3 work-alikes do: the last write wins, and each is told that it has won."""
 
-    async def _create(self, key: str, data: bytes | bytearray) -> bool:
+    async def _create(self, key: str, data: Data) -> bool:
         await self._write(key, data)
         return True
 

@@ -19,6 +19,8 @@ from diloco.exchange.stores import MemoryStore
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from diloco.exchange.store import Data
+
 
 class VirtualClock:
     """Time that moves only by sleeping; `doing` is called after every sleep with the new time."""
@@ -45,7 +47,7 @@ class Flaky(MemoryStore):
         self._check()
         return await super()._read(key, start, end)
 
-    async def _write(self, key: str, data: bytes | bytearray) -> None:
+    async def _write(self, key: str, data: Data) -> None:
         self._check()
         await super()._write(key, data)
 
@@ -199,7 +201,7 @@ def test_who_loses_the_claim_looks_at_the_winner(lives: bool) -> None:
     class Raced(MemoryStore):
         raced = False
 
-        async def _create(self, key: str, data: bytes | bytearray) -> bool:
+        async def _create(self, key: str, data: Data) -> bool:
             if key == layout.launcher(2) and not self.raced:
                 self.raced = True
                 self.winner = await claim_launcher(self, takeover=True)
@@ -226,7 +228,7 @@ def test_who_loses_the_claim_looks_at_the_winner(lives: bool) -> None:
 
 def test_a_lost_answer_is_recognised_by_its_nonce() -> None:
     class Lossy(MemoryStore):
-        async def _create(self, key: str, data: bytes | bytearray) -> bool:
+        async def _create(self, key: str, data: Data) -> bool:
             await super()._create(key, data)
             return False  # a client's own retry is told that the object exists
 
@@ -270,7 +272,7 @@ def test_the_last_beat_is_not_hidden_by_one_on_its_way() -> None:
 
         on_its_way = 0
 
-        async def _write(self, key: str, data: bytes | bytearray) -> None:
+        async def _write(self, key: str, data: Data) -> None:
             self.on_its_way += 1
             if not LauncherBeat.from_json(bytes(data), key).ended:
                 for _ in range(10):

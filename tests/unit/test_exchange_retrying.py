@@ -17,7 +17,7 @@ from diloco.errors import (
 )
 from diloco.exchange.records import Claim
 from diloco.exchange.retrying import RetryingStore
-from diloco.exchange.store import create_once
+from diloco.exchange.store import Data, create_once
 from diloco.exchange.stores import MemoryStore
 from tests.support.virtual import World
 
@@ -44,7 +44,7 @@ class Flaky(MemoryStore):
         self._fail()
         return await super()._read(key, start, end)
 
-    async def _create(self, key: str, data: bytes | bytearray) -> bool:
+    async def _create(self, key: str, data: Data) -> bool:
         if not self.after:
             self._fail()
         created = await super()._create(key, data)
@@ -52,7 +52,7 @@ class Flaky(MemoryStore):
             self._fail()
         return created
 
-    async def _write(self, key: str, data: bytes | bytearray) -> None:
+    async def _write(self, key: str, data: Data) -> None:
         self._fail()
         await super()._write(key, data)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+from functools import partial
 from typing import TYPE_CHECKING
 
 import botocore.exceptions
@@ -27,7 +28,7 @@ from diloco.exchange import layout
 from diloco.exchange.layout import Member
 from diloco.exchange.records import Claim
 from diloco.exchange.remote import RemoteStore, _AlreadyThereError, explain
-from diloco.exchange.store import CREATE_ATTEMPTS, check_store, create_once, open_store
+from diloco.exchange.store import CREATE_ATTEMPTS, Data, check_store, create_once, open_store
 from diloco.exchange.stores import LocalStore, MemoryStore
 from tests.support.stores import LostAnswers, RecordingStore, UnconditionalStore, UnlistedStore, WrappedStore
 from tests.support.virtual import VirtualStore, World
@@ -98,7 +99,7 @@ def test_a_create_that_is_never_answered_ends() -> None:
 class Flickering(MemoryStore):
     """Says that the object exists, and that it does not."""
 
-    async def _create(self, key: str, data: bytes | bytearray) -> bool:  # noqa: ARG002 - it stores nothing
+    async def _create(self, key: str, data: Data) -> bool:  # noqa: ARG002 - it stores nothing
         return False
 
 
@@ -168,7 +169,7 @@ def test_a_store_that_ignores_conditions_is_refused() -> None:
 class SecretlyUnconditional(MemoryStore):
     """Answers 412 but writes all the same."""
 
-    async def _create(self, key: str, data: bytes | bytearray) -> bool:
+    async def _create(self, key: str, data: Data) -> bool:
         there = key in self._objects
         await self._write(key, data)
         return not there
@@ -427,29 +428,75 @@ def test_members_write_as_they_are_read() -> None:
     assert layout.member_name(Member(3, 2)) == "00003-00002"
 
 
-def test_what_runs_beside_ends_even_if_it_loses_a_cancellation_or_fails(caplog: pytest.LogCaptureFixture) -> None:
-    ended = []
+def test_of_several_transfers_the_first_failure_ends_the_others() -> None:
+    began, ended = [], []
 
-    async def stubborn() -> None:
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.sleep(3600)
+    async def long(name: str) -> None:
+        began.append(name)
         try:
+            with contextlib.suppress(asyncio.CancelledError):  # as a library below may do
+                await asyncio.sleep(3600)
             await asyncio.sleep(3600)
         finally:
-            ended.append("stubborn")
+            ended.append(name)
 
     async def failing() -> None:
+        began.append("failing")
+        await asyncio.sleep(0.01)
         raise StoreUnreachableError("no answer")
 
-    async def main() -> str:
-        await asyncio.sleep(0.01)
-        return "done"
-
-    async def both() -> None:
+    async def transfer() -> None:
         store = RemoteStore("s3://bucket/run", {})
-        assert await store.beside(main(), stubborn) == "done"
-        assert await store.beside(main(), failing) == "done"
+        with pytest.raises(StoreUnreachableError):
+            await store.each([partial(long, "first"), failing, partial(long, "never")])
 
-    asyncio.run(asyncio.wait_for(both(), 20))
-    assert ended == ["stubborn"]
-    assert "no answer" in caplog.text
+    asyncio.run(asyncio.wait_for(transfer(), 20))
+    assert began == ["first", "failing"]
+    assert ended == ["first"]
+
+
+def test_several_transfers_go_on_two_at_a_time_with_another_thing_beside_them(caplog: pytest.LogCaptureFixture) -> None:
+    running, most = set[int](), 0
+    order: list[int | str] = []
+
+    async def short(name: int) -> None:
+        nonlocal most
+        running.add(name)
+        most = max(most, len(running))
+        await asyncio.sleep(0.01)
+        running.remove(name)
+        order.append(name)
+
+    looks = 0
+
+    async def look() -> None:
+        nonlocal looks
+        looks += 1
+        await asyncio.sleep(0.001)
+        if looks == 2:
+            raise ObjectMissingError("not there")
+        order.append(f"look {looks}")
+
+    async def transfer() -> None:
+        await RemoteStore("s3://bucket/run", {}).each([partial(short, n) for n in range(6)], beside=look)
+
+    asyncio.run(asyncio.wait_for(transfer(), 20))
+    assert most == 2
+    assert [one for one in order if isinstance(one, int)] == list(range(6))
+    assert looks > 1
+    assert order[-1] == 5, "nothing is begun beside what has ended"
+    assert "not there" in caplog.text
+
+
+def test_what_is_under_way_beside_transfers_is_finished() -> None:
+    done = []
+
+    async def short() -> None:
+        await asyncio.sleep(0.01)
+
+    async def look() -> None:
+        await asyncio.sleep(0.2)
+        done.append("looked")
+
+    asyncio.run(asyncio.wait_for(RemoteStore("s3://bucket/run", {}).each([short, short, short], beside=look), 20))
+    assert done == ["looked"]
