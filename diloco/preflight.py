@@ -67,10 +67,12 @@ def preflight(settings: RunSettings, *, elsewhere: bool = False) -> None:
 def _seen_from_here(config: TrainConfig) -> TrainConfig:
     """What of a remote replica's settings can be checked on this machine: data in a bucket can't."""
     for option, value in (("--model", config.model), ("--data", config.data)):
-        if value not in ("tiny", "small", "stdlib") and Path(value).expanduser().exists():
+        if value in ("tiny", "small", "stdlib") or value.startswith("s3://"):
+            continue
+        if Path(value).expanduser().exists() or any(character in value for character in "*?["):
             raise ConfigurationError(
-                f"{option} {value} is on this machine, and the replicas run elsewhere: use s3://bucket/prefix for data,"
-                " a name on the Hugging Face Hub, or a path of the image with --trainer-kwargs-json"
+                f"{option} {value} is a path of this machine, and the replicas run elsewhere: use s3://bucket/prefix for"
+                " data, a name on the Hugging Face Hub, or a path of the image with --trainer-kwargs-json"
             )
     if config.data.startswith(("s3://", "/")):
         return config.model_copy(update={"data": "stdlib"})

@@ -1,4 +1,4 @@
-"""Emulators and the tests' SageMaker for the tests of this folder."""
+"""Emulators, accounts, and the tests' SageMaker for the tests of this folder: each started once."""
 
 from __future__ import annotations
 
@@ -9,21 +9,46 @@ import boto3
 import pytest
 from botocore.config import Config
 
+from tests.sagemaker.account import account
+from tests.support.engine import require
 from tests.support.sagemaker import SageMakerServer, Service
-from tests.support.sagemaker.ministack import ministack
+from tests.support.sagemaker.ministack import ministack, reset
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from tests.sagemaker.account import TestAccount
     from tests.support.sagemaker import Emulator
 
 
-@pytest.fixture
-def emulator(tmp_path: Path) -> Iterator[Emulator]:
-    """A MiniStack that enforces IAM."""
-    with ministack(tmp_path, auth=True) as running:
+@pytest.fixture(scope="package")
+def _ministack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulator]:
+    with ministack(tmp_path_factory.mktemp("ministack"), auth=True) as running:
         yield running
+
+
+@pytest.fixture
+def emulator(_ministack: Emulator) -> Iterator[Emulator]:
+    """A MiniStack that enforces IAM, with nothing in it."""
+    yield _ministack
+    reset(_ministack)
+
+
+@pytest.fixture(scope="package")
+def _account(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestAccount]:
+    require("pulumi", "pulumi-language-python", "pulumi-resource-pulumi-python")
+    with account(tmp_path_factory.mktemp("account")) as made:
+        yield made
+
+
+@pytest.fixture
+def aws(_account: TestAccount) -> Iterator[TestAccount]:
+    """An account after `pulumi up`, with whatever a test before had set undone."""
+    yield _account
+    faults = _account.service.faults
+    faults.do_not_throttle()
+    faults.no_capacity.clear()
 
 
 @pytest.fixture

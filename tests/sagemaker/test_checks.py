@@ -14,7 +14,8 @@ from diloco import access
 from diloco.errors import ConfigurationError
 from diloco.executors.sagemaker_checks import LONGEST_RUN_QUOTA, Findings, check, usage_quota, warm_quota
 from diloco.executors.sagemaker_clients import Clients
-from tests.sagemaker.test_limits import GOOD
+from diloco.executors.sagemaker_request import training_job
+from tests.sagemaker.test_limits import GOOD, spec
 from tests.support.iam_authority import Authority
 from tests.support.quotas import QuotaServer
 from tests.support.sagemaker.ministack import ministack
@@ -22,6 +23,7 @@ from tests.support.tls_proxy import FrontEnd
 
 if TYPE_CHECKING:
     from diloco.executors.sagemaker_request import JobSettings
+    from tests.support.sagemaker import SageMakerServer, Service
 
 BUCKET = "sagemaker-checked"
 URI = f"s3://{BUCKET}/rendezvous/run-1"
@@ -59,11 +61,16 @@ def account(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
 
 
 @pytest.fixture
-def ask(account: dict[str, str], monkeypatch: pytest.MonkeyPatch, serve: Callable[..., Any]) -> Iterator[Ask]:
-    server = serve()
+def service(serve: Callable[..., SageMakerServer]) -> Service:
+    """The account's jobs, which do not really run."""
+    return serve().service
+
+
+@pytest.fixture
+def ask(account: dict[str, str], monkeypatch: pytest.MonkeyPatch, service: Service) -> Iterator[Ask]:
     for name, value in account.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("AWS_ENDPOINT_URL_SAGEMAKER", server.url)
+    monkeypatch.setenv("AWS_ENDPOINT_URL_SAGEMAKER", service.url)
     with ExitStack() as stack:
 
         def asked(
@@ -117,6 +124,50 @@ def test_a_quota_that_is_not_known_is_a_warning(ask: Ask) -> None:
 
     assert findings.problems == []
     assert f"the quota {USAGE!r} is not known" in findings.warnings[0]
+
+
+def occupy(service: Service, *, count: int, **changes: Any) -> None:
+    """Let jobs of another run run."""
+    for rank in range(count):
+        made = training_job(replace(GOOD, **{"run_id": "run-2"} | changes), spec(rank), 1)
+        service.call("CreateTrainingJob", made, "test")
+
+
+def test_instances_of_other_running_jobs_count_against_the_quota(ask: Ask, service: Service) -> None:
+    occupy(service, count=3)
+    occupy(service, count=3, run_id="run-3", spot=True)  # another quota's
+    occupy(service, count=3, run_id="run-4", instance_types=("ml.c5.xlarge",))
+    occupy(service, count=3, run_id="run-1")  # this run's own: they are adopted
+    occupy(service, count=1, run_id="run-5")
+    service.job("diloco-run-5-r0-s1").enter("Completed", "Completed", "")
+    assert ask(ENOUGH | {USAGE: 7.0}).in_use == {USAGE: 3}
+    assert ask(ENOUGH | {USAGE: 7.0}).problems == []
+
+    findings = ask(ENOUGH | {USAGE: 6.0})
+
+    [problem] = findings.problems
+    assert f"the quota {USAGE!r} is 6, other running jobs use 3 of it, and 4 are needed: wait for them" in problem
+
+
+def test_a_type_that_is_used_up_is_a_warning_if_another_has_room(ask: Ask, service: Service) -> None:
+    occupy(service, count=3)
+    types = ("ml.m5.xlarge", "ml.c5.xlarge")
+
+    findings = ask(ENOUGH | {USAGE: 6.0, usage_quota("ml.c5.xlarge"): 6.0}, instance_types=types)
+
+    assert findings.problems == []
+    assert f"the quota {USAGE!r} is 6, other running jobs use 3" in findings.warnings[0]
+
+
+def test_jobs_that_can_not_be_listed_are_a_warning(ask: Ask, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco.executors.sagemaker_clients.ATTEMPTS", 1)
+    service.faults.rates["ListTrainingJobs"], service.faults.burst = 0.01, 0
+
+    findings = ask()
+
+    assert findings.problems == []
+    assert "running jobs could not be listed" in findings.warnings[0]
+    assert findings.in_use == {}
 
 
 def test_quotas_that_can_not_be_read_are_a_warning(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:

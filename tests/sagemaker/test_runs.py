@@ -9,76 +9,18 @@ import io
 import signal
 import tarfile
 import time
-from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.sagemaker.account import account
-from tests.support.engine import require
+from tests.sagemaker.runs import check_finished, jobs, objects, run, until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from tests.sagemaker.account import TestAccount
-    from tests.support.sagemaker.jobs import Job
 
 pytestmark = pytest.mark.timeout(400)
-
-SMALL = ("--trainer-kwargs-json", '{"batch_size": 2, "eval_batches": 1, "threads": 1}')
-PATIENCE = 120.0
-
-
-@pytest.fixture(scope="module")
-def _made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestAccount]:
-    require("pulumi", "pulumi-language-python", "pulumi-resource-pulumi-python")
-    with account(tmp_path_factory.mktemp("account")) as made:
-        yield made
-
-
-@pytest.fixture
-def aws(_made: TestAccount) -> Iterator[TestAccount]:
-    """The account, with whatever a test before had set undone."""
-    yield _made
-    faults = _made.service.faults
-    faults.rates.clear()
-    faults.no_capacity.clear()
-
-
-def run(replicas: int, run_id: str, *more: str, steps: int = 4, sync_every: int = 2) -> list[str]:
-    schedule = ["--replicas", str(replicas), "--steps", str(steps), "--sync-every", str(sync_every)]
-    return [*schedule, "--run-id", run_id, "--json", *SMALL, *more]
-
-
-def jobs(aws: TestAccount, run_id: str) -> list[Job]:
-    return [job for job in aws.service.jobs if f"-{run_id}-r" in job.name]
-
-
-def until(condition: Callable[[], object], what: str, aws: TestAccount) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, f"no {what} within {PATIENCE:g} s\n{aws.told()}"
-        time.sleep(0.05)
-
-
-def objects(aws: TestAccount, prefix: str) -> dict[str, bytes]:
-    s3 = aws.emulator.client("s3")
-    bucket = aws.stack.outputs()["bucket"]
-    found = s3.list_objects_v2(Bucket=bucket, Prefix=prefix).get("Contents", [])
-    return {entry["Key"]: s3.get_object(Bucket=bucket, Key=entry["Key"])["Body"].read() for entry in found}
-
-
-def check_finished(aws: TestAccount, run_id: str, document: dict[str, Any], replicas: int) -> None:
-    """The run has its result, all replicas hold the same bits, and no job is left or doubled."""
-    assert document["status"] == "succeeded"
-    assert document["rounds_committed"] == document["rounds_expected"]
-    assert {line["rank"] for line in document["replicas"]} == set(range(replicas))
-    assert len({line["digest"] for line in document["replicas"]}) == 1
-    assert all(job.terminal for job in jobs(aws, run_id))
-    finished = Counter(
-        job.name.split("-r")[-1].split("-s")[0] for job in jobs(aws, run_id) if job.status == "Completed"
-    )
-    assert finished == {str(rank): 1 for rank in range(replicas)}
 
 
 def test_from_pulumi_up_to_equal_bits(aws: TestAccount) -> None:
@@ -152,7 +94,7 @@ def test_a_launcher_that_is_killed_half_way_is_followed_by_one_that_adopts(aws: 
     launcher.send_signal(signal.SIGKILL)
     launcher.communicate()
     first = {job.name for job in jobs(aws, "killed")}
-    faults.rates.clear()
+    faults.do_not_throttle()
 
     ended = aws.run("run", *run(4, "killed"))
 
@@ -161,18 +103,24 @@ def test_a_launcher_that_is_killed_half_way_is_followed_by_one_that_adopts(aws: 
     assert {job.name for job in jobs(aws, "killed")} == first | {f"diloco-dev-killed-r{rank}-s1" for rank in (2, 3)}
 
 
-def test_a_run_is_cancelled_and_resumed_from_elsewhere(aws: TestAccount) -> None:
-    launcher = aws.launch("run", *run(2, "cancelled", steps=100))
+def test_a_run_is_cancelled_and_resumed_from_elsewhere(aws: TestAccount, tmp_path: Path) -> None:
+    launcher = aws.launch("run", *run(2, "cancelled", steps=12, sync_every=4))
     until(lambda: objects(aws, "rendezvous/cancelled/commits/"), "round", aws)
+    late = next(job for job in jobs(aws, "cancelled") if "-r1-" in job.name)
+    aws.service.freeze(late)  # so that the run does not end before it is cancelled
+    elsewhere = aws.elsewhere(tmp_path)
 
-    stopped = aws.run("cancel", "cancelled")
+    cancelling = elsewhere.launch("cancel", "cancelled")
+    until(lambda: late.stop_asked, "cancellation", aws)
+    aws.service.freeze(late, frozen=False)
 
-    assert "2 jobs stopped" in stopped.out
+    assert "2 jobs stopped" in elsewhere.finish(cancelling).out
     left = aws.finish(launcher, code=1).document
     assert left["status"] == "failed"
     assert "took this run over" in left["error"]
     assert [job.status for job in jobs(aws, "cancelled")] == ["Stopped", "Stopped"]
-    document = aws.run("resume", "cancelled", "--json").document
+    assert "no job of it was running; nothing of it runs" in elsewhere.run("cancel", "cancelled").out
+    document = elsewhere.run("resume", "cancelled", "--json").document
     check_finished(aws, "cancelled", document, 2)
     assert len(jobs(aws, "cancelled")) == 4
 

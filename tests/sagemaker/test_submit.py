@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 
     from tests.support.sagemaker import Service
 
-QUICK: dict[str, Any] = {"describe_every": 0.0, "rate": 200.0, "settle_seconds": 20.0, "settle_every": 0.05, "look_every": 0.02}
+QUICK: dict[str, Any] = {
+    "describe_every": 0.0,
+    "rate": 200.0,
+    "settle_seconds": 20.0,
+    "settle_every": 0.05,
+    "look_every": 0.02,
+}
 
 
 @pytest.fixture
@@ -288,6 +294,52 @@ def test_a_run_is_found_again_by_its_name_alone(service: Service) -> None:
         "diloco-run-1-r1-s2",
         "diloco-run-1-r2-s1",
     ]
+
+
+def test_one_who_watches_finds_what_another_launcher_submits_and_lists_nothing(service: Service) -> None:
+    made().launch_replicas(specs(1))
+    watching = made()
+    assert [handle.job_id for handle in watching.existing()] == ["diloco-run-1-r0-s1"]
+
+    made().launch_replicas(specs(2))
+    service.job("diloco-run-1-r0-s1").enter("Failed", "Failed", "")
+    made().launch_replicas(specs(2))
+    listed = [operation for operation, _ in service.history].count("ListTrainingJobs")
+    found = watching.look_again(2)
+
+    assert [(handle.job_id, handle.status) for handle in found] == [
+        ("diloco-run-1-r0-s2", "running"),
+        ("diloco-run-1-r1-s1", "running"),
+    ]
+    assert [operation for operation, _ in service.history].count("ListTrainingJobs") == listed
+
+
+def test_what_earlier_submissions_have_cost_counts(service: Service) -> None:
+    [handle] = made().launch_replicas(specs(1))
+    job = service.job(handle.job_id)
+    job.training_started, job.training_ended = time.time() - 7200, time.time()
+    job.enter("Failed", "Failed", "")
+    made().launch_replicas(specs(1))
+    later = SageMakerExecutor(GOOD, max_cost=0.1, **QUICK)
+
+    later.existing()
+
+    assert "--max-cost is $0.1" in (later.over_budget() or "")
+
+
+def test_a_launch_that_is_given_up_stops_what_it_has_submitted(service: Service) -> None:
+    service.faults.rates["CreateTrainingJob"], service.faults.burst = 0.01, 2
+    executor = made()
+    threading.Timer(1.0, executor.give_up).start()
+    started = time.monotonic()
+
+    with pytest.raises(
+        DilocoError, match=r"rank 2 could not be submitted: the submission was given up .*the 2 submitted"
+    ):
+        executor.launch_replicas(specs())
+
+    assert time.monotonic() - started < 15.0
+    assert running(service) == []
 
 
 def test_jobs_are_described_and_never_listed_while_they_run(service: Service) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from diloco.errors import ConfigurationError, StoreUnreachableError
 from diloco.exchange import layout
-from diloco.exchange.launchers import Launcher, claim_launcher
+from diloco.exchange.launchers import Launcher, LauncherWatch, claim_launcher
 from diloco.exchange.records import LauncherBeat, LauncherRecord
 from diloco.exchange.stores import MemoryStore
 
@@ -68,6 +68,29 @@ def test_keys() -> None:
     for alien in (layout.launcher_beat(12), "launcher/12.json", "launcher/00012.json.bak", "launcher/readme"):
         assert layout.parse_launcher(alien) is None
     assert layout.parse_member(layout.launcher_beat(12)) is None
+
+
+def test_one_who_only_looks_sees_whether_a_run_is_supervised() -> None:
+    async def scenario() -> None:
+        clock, store = VirtualClock(), MemoryStore()
+        watch = LauncherWatch(dead_after=10.0, clock=clock)
+        assert not await watch.supervised(store)  # nobody ever was
+        launcher = await claim_launcher(store, clock=clock)
+        for _ in range(3):
+            assert await watch.supervised(store)
+            await clock.sleep(9.0)
+            await launcher.beat()
+        assert await watch.supervised(store)
+        await clock.sleep(9.0)
+        assert await watch.supervised(store)
+        await clock.sleep(1.0)
+        assert not await watch.supervised(store)  # its beat has not changed for too long
+        successor = await claim_launcher(store, takeover=True, clock=clock)
+        assert await watch.supervised(store)
+        await successor.beat(ended=True)
+        assert not await watch.supervised(store)
+
+    asyncio.run(scenario())
 
 
 def test_the_first_launcher_claims_at_once() -> None:

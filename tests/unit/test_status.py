@@ -82,6 +82,7 @@ def test_a_line_says_the_same_in_plain_characters() -> None:
     line = status_line(status(running(0, waiting_for=["rank 1"]), running(1)))
     assert line == "round 2/8, step 50/200, loss 3.500, 3.0k tokens/s, rank 0 waits for rank 1"
     assert line.isascii()
+    assert status_line(status(running(0), running(1, waiting_for=["rank 0"]))).endswith(", rank 1 waits for rank 0")
 
 
 def test_plain_lines_are_no_flood() -> None:

@@ -50,6 +50,13 @@ def ministack(folder: Path, *, auth: bool = False, region: str = "us-east-1") ->
         guard.stop([server])
 
 
+def reset(emulator: Emulator) -> None:
+    """Forget everything that is in it."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with direct.open(urllib.request.Request(f"{emulator.endpoint_url}/_ministack/reset", method="POST"), timeout=30):
+        pass
+
+
 def put_image(emulator: Emulator) -> str:
     """Put an image's manifest into a repository of its own, `shared/trainer`; returns the image's URI by digest."""
     ecr = emulator.client("ecr")

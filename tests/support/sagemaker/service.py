@@ -95,6 +95,8 @@ class Service:
     """What went wrong without a job's status showing it, such as logs that could not be written."""
     history: list[tuple[str, str]] = field(default_factory=list)
     """Every accepted call: operation and job's name."""
+    received: int = 0
+    """How many calls there were, refused ones included."""
     tokens: dict[str, Job] = field(default_factory=dict)
     """Each job's own authorisation for its role's credentials."""
     _jobs: dict[str, Job] = field(default_factory=dict)
@@ -113,6 +115,7 @@ class Service:
 
     def call(self, operation: str, request: dict[str, Any], access_key: str) -> dict[str, Any]:
         """Carry out a call; raises ApiError."""
+        self.received += 1
         handler = getattr(self, f"_{re.sub('(?<!^)(?=[A-Z])', '_', operation).lower()}", None)
         if handler is None:
             raise ApiError("UnknownOperationException", f"this stand-in has no {operation}")
