@@ -71,8 +71,8 @@ def _seen_from_here(config: TrainConfig) -> TrainConfig:
             continue
         if Path(value).expanduser().exists() or any(character in value for character in "*?["):
             raise ConfigurationError(
-                f"{option} {value} is a path of this machine, and the replicas run elsewhere: use s3://bucket/prefix for"
-                " data, a name on the Hugging Face Hub, or a path of the image with --trainer-kwargs-json"
+                f"{option} {value} is a path of this machine, and the replicas run elsewhere: use s3://bucket/prefix"
+                " for data, a name on the Hugging Face Hub, or a path of the image with --trainer-kwargs-json"
             )
     if config.data.startswith(("s3://", "/")):
         return config.model_copy(update={"data": "stdlib"})
