@@ -38,6 +38,7 @@ import torch
 from benchmarks.common import print_result, say
 from benchmarks.link import Lane, Link
 from benchmarks.seaweed import SeaweedFS, weed
+from diloco.cost import Prices
 from diloco.embedded import BUCKET, EmbeddedS3
 from diloco.exchange.allreduce import Fragment, ObjectStoreAllReduce
 from diloco.exchange.clock import SystemClock
@@ -55,8 +56,6 @@ ROOT = Path(__file__).parents[1]
 GRADIENTMAIL = "gradientmail[s3,torch,zstd]==0.0.2"
 NAIVE_POLL_SECONDS = 0.1
 TENSORS = 16
-S3_DOLLARS = {"puts": 0.005 / 1000, "gets": 0.0004 / 1000}
-"""us-east-1, standard storage, 2026-11 (https://aws.amazon.com/s3/pricing/)."""
 
 
 def main() -> int:
@@ -166,10 +165,10 @@ def _summary(
 def _model(algorithm: Any, options: argparse.Namespace, size: int) -> dict[str, Any]:
     """What the estimate says of this round, and of larger fleets."""
     link = LinkCost(2 * options.latency_ms / 1e3, *[options.mbps * 1e6 / 8 or 1e9] * 2)
-    table = {}
+    prices, table = Prices.load(), {}
     for replicas in sorted({options.replicas, 64, 256, 1024}):
         cost = round_cost(algorithm, replicas=replicas, payload=size, mean=size, link=link)
-        dollars = replicas * (cost.puts * S3_DOLLARS["puts"] + cost.gets * S3_DOLLARS["gets"])
+        dollars = replicas * (cost.puts * prices.s3_per_1000_puts + cost.gets * prices.s3_per_1000_gets) / 1000
         table[str(replicas)] = {
             "seconds": round(cost.seconds, 2),
             "requests": round(cost.puts + cost.gets, 1),

@@ -14,15 +14,17 @@ from typing import TYPE_CHECKING, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from diloco.errors import ConfigurationError
+from diloco.exchange.round_cost import Link, choose, round_cost
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-TABLE = Path(__file__).with_name("prices.json")
-LISTS_A_ROUND = 10.0
-"""Lists and small reads of a replica in a round, while it waits for the others: what the protocol does when all
-replicas are about as fast (docs/figures.md)."""
+    from diloco.exchange.round_cost import Algorithm
+    from diloco.exchange.settings import ReduceName
 
+TABLE = Path(__file__).with_name("prices.json")
+ANSWER_SECONDS = 0.03
+"""Assumed of a small request to S3 in the same region."""
 
 BYTES_A_VALUE = {"fp32": 4.0, "bf16": 2.0, "int8": 512 / 508, "int4": 512 / 1016}
 """Of a payload, by codec; the integers' blocks hold a scale each."""
@@ -71,24 +73,34 @@ class Traffic:
     gets: float
     dollars: float
     seconds: float
-    """Of one replica at the assumed bandwidth: its own upload, and the others' payloads one after the other."""
+    """Of one replica at the assumed bandwidth."""
+    algorithm: Algorithm
 
 
 def round_traffic(
-    prices: Prices, *, replicas: int, parameters: int, fragments: int, codec: str, mbit: float
+    prices: Prices,
+    *,
+    replicas: int,
+    parameters: int,
+    fragments: int,
+    mbit: float,
+    codec: str = "fp32",
+    mean_codec: str = "fp32",
+    reduce: ReduceName = "auto",
 ) -> Traffic:
-    """Estimate a round: each replica writes one payload and its header, and reads those of all others.
+    """Estimate a round of all replicas by the exchange's own model (:mod:`diloco.exchange.round_cost`).
 
     `parameters` are of the whole model (a round carries one fragment), `mbit` is one replica's bandwidth to S3 in
-    megabits a second.
+    megabits a second. With `auto`, what a link of that bandwidth makes faster; a run measures its own.
     """
-    payload = parameters / fragments * BYTES_A_VALUE[codec]
-    up = replicas * payload
-    down = replicas * (replicas - 1) * payload
-    puts = replicas * (2 + LISTS_A_ROUND) + 1
-    gets = replicas * (replicas - 1) * 2 + replicas
+    values = parameters / fragments
+    payload, mean = values * BYTES_A_VALUE[codec], values * BYTES_A_VALUE[mean_codec]
+    link = Link(ANSWER_SECONDS, mbit * 1e6 / 8, mbit * 1e6 / 8)
+    algorithm = choose(link, replicas=replicas, payload=payload, mean=mean) if reduce == "auto" else reduce
+    one = round_cost(algorithm, replicas=replicas, payload=payload, mean=mean, link=link)
+    puts, gets = replicas * one.puts + 1, replicas * one.gets  # the record is created once
     dollars = puts / 1000 * prices.s3_per_1000_puts + gets / 1000 * prices.s3_per_1000_gets
-    return Traffic(up, down, puts, gets, dollars, replicas * payload * 8 / (mbit * 1e6))
+    return Traffic(replicas * one.bytes_up, replicas * one.bytes_down, puts, gets, dollars, one.seconds, algorithm)
 
 
 def dollars(prices: Prices, used: Iterable[tuple[str, float]]) -> tuple[float, frozenset[str]]:

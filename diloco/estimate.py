@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from diloco.cost import Prices
+    from diloco.exchange.settings import ReduceName
 
 PARAMETERS = {"tiny": 394_080, "small": 25_829_888}
 """Trained parameters of the built-in models."""
@@ -37,6 +38,9 @@ class Estimate(BaseModel):
     prices_source: str
     parameters: int | None
     codec: str
+    mean_codec: str
+    reduce: str
+    """`auto`: the run measures its link; the round below is by what is faster at the assumed bandwidth."""
     fragments: int
     mbit_assumed: float
     round_bytes_up: float | None = None
@@ -44,6 +48,7 @@ class Estimate(BaseModel):
     round_bytes_down: float | None = None
     round_requests: float | None = None
     round_s3_dollars: float | None = None
+    round_algorithm: str | None = None
     round_seconds: float | None = None
     """One replica's exchange at the assumed bandwidth; a delay of the sync hides it behind inner steps."""
     start_seconds: tuple[int, int]
@@ -68,9 +73,8 @@ class Estimate(BaseModel):
         else:
             moved = f"{size(self.round_bytes_up)} up, {size(self.round_bytes_down)} down"
             asked = f"about {count(self.round_requests or 0)} requests (${self.round_s3_dollars:.4f})"
-            rows.append(
-                ("round", f"{moved}, {asked}, {self.round_seconds:.1f} s a replica at {self.mbit_assumed:g} Mbit/s")
-            )
+            time = f"{self.round_seconds:.1f} s a replica at {self.mbit_assumed:g} Mbit/s"
+            rows.append(("round", f"{moved}, {asked}, {time}, by {self.round_algorithm}"))
         low, high = self.start_seconds
         rows.append(("start", f"{low} to {high} s until the containers run"))
         return rows
@@ -83,9 +87,11 @@ def estimate(
     instance_types: Sequence[str],
     parameters: int | None,
     fragments: int,
-    codec: str,
     mbit: float,
     warm: bool,
+    codec: str = "fp32",
+    mean_codec: str = "fp32",
+    reduce: ReduceName = "auto",
 ) -> Estimate:
     """Estimate a run of N replicas; `parameters` are of the whole model."""
     hourly = {name: prices.per_hour(name) for name in instance_types}
@@ -94,7 +100,14 @@ def estimate(
     found: dict[str, Any] = {}
     if parameters is not None:
         moved = round_traffic(
-            prices, replicas=replicas, parameters=parameters, fragments=fragments, codec=codec, mbit=mbit
+            prices,
+            replicas=replicas,
+            parameters=parameters,
+            fragments=fragments,
+            mbit=mbit,
+            codec=codec,
+            mean_codec=mean_codec,
+            reduce=reduce,
         )
         found = {
             "round_bytes_up": moved.bytes_up,
@@ -102,6 +115,7 @@ def estimate(
             "round_requests": moved.puts + moved.gets,
             "round_s3_dollars": moved.dollars,
             "round_seconds": moved.seconds,
+            "round_algorithm": moved.algorithm,
         }
     return Estimate(
         dollars_per_hour=hour,
@@ -111,6 +125,8 @@ def estimate(
         prices_source=prices.source,
         parameters=parameters,
         codec=codec,
+        mean_codec=mean_codec,
+        reduce=reduce,
         fragments=fragments,
         mbit_assumed=mbit,
         start_seconds=WARM_START_SECONDS if warm else COLD_START_SECONDS,

@@ -20,7 +20,7 @@ from diloco.cli.options import (
     StackOption,
     types,
 )
-from diloco.cli.run import Codec
+from diloco.cli.run import Codec, Reduce
 
 if TYPE_CHECKING:
     from diloco.executors.sagemaker_checks import Findings
@@ -41,6 +41,8 @@ def plan(
     parameters: Annotated[int | None, typer.Option(help="Trained parameters of another model.")] = None,
     fragments: Annotated[int, typer.Option(help="Parts of the model that are synchronised in turn.")] = 1,
     codec: Annotated[Codec, typer.Option(help="Wire format of pseudo-gradients.")] = Codec.fp32,
+    reduce: Annotated[Reduce, typer.Option(help="Algorithm of a round's mean.")] = Reduce.auto,
+    mean_codec: Annotated[Codec, typer.Option(help="Wire format of the means of --reduce shard.")] = Codec.fp32,
     mbit: Annotated[float, typer.Option(help="Bandwidth of one replica to S3 that is assumed, Mbit/s.")] = 2000.0,
     prices: PricesOption = None,
     check: Annotated[bool, typer.Option("--check", help="Also ask AWS about quotas, the role and the bucket.")] = False,
@@ -70,6 +72,8 @@ def plan(
         parameters=PARAMETERS.get(model) if parameters is None else parameters,
         fragments=fragments,
         codec=codec.value,
+        mean_codec=mean_codec.value,
+        reduce=reduce.value,
         mbit=mbit,
         warm=keep_alive > 0,
     )

@@ -52,12 +52,25 @@ def test_dollars_by_type_and_what_is_not_known() -> None:
 
 
 def test_a_round_moves_one_fragment_of_every_replica_to_every_other() -> None:
-    moved = round_traffic(PRICES, replicas=4, parameters=1000, fragments=2, codec="bf16", mbit=8.0)
+    moved = round_traffic(PRICES, replicas=4, parameters=10**6, fragments=2, codec="bf16", reduce="gather", mbit=8.0)
 
-    assert moved.bytes_up == 4 * 500 * 2
-    assert moved.bytes_down == 4 * 3 * 500 * 2
-    assert moved.seconds == pytest.approx(4 * 1000 / 1e6)  # 8 Mbit/s are 1 MB/s: one up, three down
+    assert moved.bytes_up == 4 * 10**6
+    assert moved.bytes_down == 4 * 3 * 10**6
+    assert 4.0 < moved.seconds < 4.5  # 8 Mbit/s are 1 MB/s: one up, three down, and answers
     assert moved.dollars < 0.01
+
+
+def test_a_round_is_estimated_by_the_algorithm_that_would_run() -> None:
+    slow = round_traffic(PRICES, replicas=16, parameters=10**8, fragments=1, mbit=100.0)
+    gathered = round_traffic(PRICES, replicas=16, parameters=10**8, fragments=1, mbit=100.0, reduce="gather")
+    coarse = round_traffic(PRICES, replicas=8, parameters=10**8, fragments=1, mbit=100.0, codec="int4")
+    small = round_traffic(PRICES, replicas=16, parameters=1000, fragments=1, mbit=100.0)
+
+    assert (slow.algorithm, small.algorithm) == ("shard", "gather")
+    assert slow.seconds < gathered.seconds / 4
+    assert slow.bytes_down == pytest.approx(2 * 15 / 16 * 16 * 4e8)
+    assert gathered.bytes_down == 15 * 16 * 4e8
+    assert coarse.algorithm == "gather", "fp32 means would be more than all the payloads"
 
 
 def test_an_estimate_says_what_it_does_not_know() -> None:
@@ -67,7 +80,6 @@ def test_an_estimate_says_what_it_does_not_know() -> None:
         instance_types=["ml.g5.2xlarge", "ml.new.xlarge"],
         parameters=None,
         fragments=1,
-        codec="fp32",
         mbit=1000.0,
         warm=False,
     )

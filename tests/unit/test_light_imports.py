@@ -77,6 +77,7 @@ PARTS = {
     "diloco.exchange.records": "records",
     "diloco.exchange.layout": "records",
     "diloco.exchange.settings": "records",
+    "diloco.exchange.round_cost": "records",
     "diloco.exchange.store": "records",
     "diloco.exchange.stores": "records",
     "diloco.exchange.remote": "records",
