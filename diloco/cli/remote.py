@@ -111,7 +111,7 @@ class RemoteLaunch(ABC):
         say(
             self._console,
             f"run {run_id}: {len(handles)} jobs, left alone: {self.alone}; `resume {run_id}` supervises them;"
-            f" `status {run_id}`, `logs {run_id}`, `cancel {run_id}`, `collect {run_id}`",
+            f" `watch {run_id}`, `logs {run_id}`, `cancel {run_id}`, `collect {run_id}`",
         )
         if self._as_json:
             print_json({"run_id": run_id, "jobs": [handle.job_id for handle in handles]})
