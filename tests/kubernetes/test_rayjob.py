@@ -147,8 +147,9 @@ def test_replicas_train_to_the_end_with_equal_digests(
         (1, "succeeded", 0),
     ]
     where = ["--backend", "kubernetes", "--namespace", namespace, "--kubeconfig", str(cluster.kubeconfig)]
-    assert main(["collect", run.settings.run_id, *where, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["digests_equal"] is True
+    for command in ("collect", "resume"):
+        assert main([command, run.settings.run_id, *where, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["status"] == "succeeded"
     # Nothing is left but the RayJobs, which are read by `collect`, once the clusters have been kept for long enough.
     cluster.until(lambda: objects(cluster, namespace) == [f"{run.pods.name}-0", f"{run.pods.name}-1"], "clean-up")
 

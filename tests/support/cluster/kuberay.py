@@ -62,12 +62,9 @@ class KubeRay(Operator):
         """Look at all clusters and jobs once."""
         for cluster in self._list(CLUSTERS):
             if "deletionTimestamp" not in cluster["metadata"]:
-                self._sync_cluster(cluster)
+                self.attempt(self._sync_cluster, cluster)
         for job in self._list(JOBS):
-            if "deletionTimestamp" in job["metadata"]:
-                self._finish(job)
-            else:
-                self._sync_job(job)
+            self.attempt(self._finish if "deletionTimestamp" in job["metadata"] else self._sync_job, job)
 
     def _sync_job(self, job: dict[str, Any]) -> None:
         status, spec = job.get("status", {}), job["spec"]

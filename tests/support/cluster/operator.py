@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml  # type: ignore[import-untyped]
 from kubernetes.client import ApiException, ApiextensionsV1Api, CustomObjectsApi  # type: ignore[import-untyped]
@@ -13,7 +13,7 @@ from kubernetes.client import ApiException, ApiextensionsV1Api, CustomObjectsApi
 from tests.support.cluster.kueue import crds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from tests.support.cluster import Cluster
 
@@ -61,14 +61,20 @@ class Operator(ABC):
     def look(self) -> None:
         """Look at all objects once, and do what is to be done."""
 
+    @staticmethod
+    def attempt(act: Callable[[dict[str, Any]], None], item: dict[str, Any]) -> None:
+        """Do something with one object; one that cannot be served now keeps no other waiting."""
+        try:
+            act(item)
+        except ApiException as problem:
+            going = problem.status == 403 and "because it is being terminated" in str(problem.body)
+            if not going and problem.status not in (404, 409):  # it or its namespace goes, or somebody was faster
+                raise
+
     def _run(self) -> None:
         while not self._stopping.wait(_LOOK_EVERY):
             try:
                 self.look()
-            except ApiException as problem:
-                if problem.status not in (404, 409):  # an object or its namespace is going, or somebody was faster
-                    self._problem = problem
-                    return
             except Exception as problem:  # noqa: BLE001 - the test's thread says it
                 self._problem = problem
                 return

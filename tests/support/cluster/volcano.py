@@ -43,7 +43,7 @@ class Volcano(Operator):
         """Look at all Jobs once."""
         for job in self.custom.list_cluster_custom_object(GROUP, VERSION, PLURAL)["items"]:
             if "deletionTimestamp" not in job["metadata"]:
-                self._sync(job)
+                self.attempt(self._sync, job)
 
     def _sync(self, job: dict[str, Any]) -> None:
         [task] = job["spec"]["tasks"]
