@@ -1,4 +1,4 @@
-"""An S3 bucket, through s3fs: operations, uploads in parts, and what each failure means."""
+"""An S3 bucket, through s3fs, and obstore for large transfers if it is there: operations, and uploads in parts."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
 
 from diloco.errors import (
-    AccessDeniedError,
-    BucketMissingError,
     ConfigurationError,
-    CorruptObjectError,
     DilocoError,
     ObjectMissingError,
     OutcomeUnknownError,
     StoreError,
     StoreUnreachableError,
 )
+from diloco.exchange.bulk import LEAST_BYTES, MOST_BYTES, Bulk
+from diloco.exchange.s3_errors import AlreadyThereError, explain
 from diloco.exchange.store import BLOCK_BYTES, Data, Entry, Store
 
 if TYPE_CHECKING:
@@ -48,64 +47,9 @@ ABORT_TIMEOUT = 5.0
 SECONDS_PER_MIB = 1.0
 """A transfer may take so much longer per MiB before it counts as hung."""
 
-_EXISTS = {"PreconditionFailed", "412"}
-_CREDENTIALS = {
-    "ExpiredToken": "the credentials have expired: renew them",
-    "ExpiredTokenException": "the credentials have expired: renew them",
-    "InvalidAccessKeyId": "the access key id is unknown: check AWS_ACCESS_KEY_ID or AWS_PROFILE",
-    "SignatureDoesNotMatch": "the secret access key is wrong: check AWS_SECRET_ACCESS_KEY or AWS_PROFILE",
-    "RequestTimeTooSkewed": "this machine's clock is wrong: set it",
-}
-_UNREACHABLE = {  # botocore's and aiohttp's
-    "ClientConnectorError",
-    "ClientOSError",
-    "ClientPayloadError",
-    "ConnectTimeoutError",
-    "ConnectionClosedError",
-    "EndpointConnectionError",
-    "ConnectionError",
-    "HTTPClientError",
-    "IncompleteReadError",
-    "ReadTimeoutError",
-    "ResponseParserError",
-    "ResponseStreamingError",
-    "TimeoutError",
-    "ServerDisconnectedError",
-}
-_TRANSIENT = {
-    "409",
-    "500",
-    "502",
-    "503",
-    "504",
-    "ConditionalRequestConflict",
-    "InternalError",
-    "OperationAborted",
-    "RequestTimeout",
-    "ServiceUnavailable",
-    "SlowDown",
-}
-_NO_CREDENTIALS = {
-    "NoCredentialsError",
-    "PartialCredentialsError",
-    "ProfileNotFound",
-    "SSOTokenLoadError",
-    "TokenRetrievalError",
-}
-_TOKEN_FILES = ("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", "AWS_WEB_IDENTITY_TOKEN_FILE")
-"""Name the file that a pod's identity is read from, whenever its credentials are renewed."""
-_BAD_NAMES = {"InvalidBucketName", "InvalidRegionError", "NoRegionError", "ParamValidationError"}
-_PERMISSIONS = {
-    "read": "s3:GetObject",
-    "create": "s3:PutObject",
-    "write": "s3:PutObject",
-    "list": "s3:ListBucket",
-    "delete": "s3:DeleteObject",
-}
-
 
 class RemoteStore(Store):
-    """Objects in an S3 bucket, through s3fs. Must be used from the event loop that made the first call."""
+    """Objects in an S3 bucket. Must be used from the event loop that made the first call."""
 
     def __init__(self, uri: str, storage_options: Mapping[str, Any]) -> None:
         super().__init__(uri)
@@ -115,6 +59,8 @@ class RemoteStore(Store):
         self._options = dict(storage_options)
         self._s3: Any = None
         self._closed = False
+        self._bulk: Bulk | None = None
+        self._bulk_known = False
 
     async def open(self) -> None:
         """Load s3fs and botocore, which takes a while, and make the client."""
@@ -147,15 +93,30 @@ class RemoteStore(Store):
         return f"{self._path}/{key}"
 
     async def _read(self, key: str, start: int, end: int | None) -> bytes:
-        s3 = self._client()
-        whole = start == 0 and end is None
-        call = (
-            s3._cat_file(self._at(key), max_concurrency=1)
-            if whole
-            else s3._cat_file(self._at(key), start=start, end=end)
-        )
-        data: bytes = await self._do("read", key, call, (end or start) - start)
+        data: bytes = await self._do("read", key, self._get(key, start, end), (end or start) - start)
         return data
+
+    async def _get(self, key: str, start: int, end: int | None) -> bytes:
+        s3, place = self._client(), self._at(key)
+        if end is not None and (bulk := await self._for_bulk(end - start)) is not None:
+            found = await bulk.read(self._in_bucket(key), start, end)
+            if found is not None:
+                return found
+        whole = start == 0 and end is None
+        data: bytes = await (
+            s3._cat_file(place, max_concurrency=1) if whole else s3._cat_file(place, start=start, end=end)
+        )
+        return data
+
+    async def _for_bulk(self, size: int) -> Bulk | None:
+        """What transfers so many bytes, if not s3fs."""
+        if not self._bulk_known and size >= LEAST_BYTES:
+            self._bulk = await Bulk.of(self._client(), self._path.partition("/")[0])
+            self._bulk_known = True
+        return self._bulk if self._bulk is not None and self._bulk.takes(size) else None
+
+    def _in_bucket(self, key: str) -> str:
+        return self._at(key).partition("/")[2]
 
     async def fetch_with(self, read: Read, ranges: Iterable[Range]) -> AsyncGenerator[bytes]:
         """As the base says, with later ranges requested while one is used: the link does not idle between two."""
@@ -211,12 +172,19 @@ class RemoteStore(Store):
 
     async def _create(self, key: str, data: Data) -> bool:
         try:
-            await self._do("create", key, self._put(key, _Slices(data), {"IfNoneMatch": "*"}), len(data))
-        except _AlreadyThereError:
+            return await self._do("create", key, self._put_new(key, data), len(data))
+        except AlreadyThereError:
             return False
         except (StoreUnreachableError, ObjectMissingError) as problem:
             # ObjectMissing here is NoSuchUpload: an earlier answer to CompleteMultipartUpload was lost.
             raise OutcomeUnknownError(f"{self.uri}/{key}: no answer to a create: {problem}") from problem
+
+    async def _put_new(self, key: str, data: Data) -> bool:
+        if len(data) <= MOST_BYTES and (bulk := await self._for_bulk(len(data))) is not None:
+            created = await bulk.create(self._in_bucket(key), data)
+            if created is not None:
+                return created
+        await self._put(key, _Slices(data), {"IfNoneMatch": "*"})
         return True
 
     async def _write(self, key: str, data: Data) -> None:
@@ -332,10 +300,6 @@ class _FileSlices:
         return await asyncio.to_thread(os.pread, self._file.fileno(), min(end, self.size) - start, start)
 
 
-class _AlreadyThereError(DilocoError):
-    pass
-
-
 def _config(options: Mapping[str, Any]) -> dict[str, Any]:
     config: dict[str, Any] = {
         "connect_timeout": 5,
@@ -349,75 +313,3 @@ def _config(options: Mapping[str, Any]) -> dict[str, Any]:
         # Over plain HTTP botocore hashes each body twice; our own chunk digests already guard what is averaged.
         config["request_checksum_calculation"] = "when_required"
     return config
-
-
-def explain(problem: BaseException, operation: str, uri: str, key: str) -> DilocoError:
-    """What s3fs, botocore or aiohttp raised, as one of our errors with one line of text."""
-    where = f"{uri}/{key}"
-    said = " ".join(str(problem).split())
-    code = _code(problem)
-    names = {kind.__name__ for kind in type(problem).__mro__}
-    if operation == "create" and (code in _EXISTS or isinstance(problem, FileExistsError)):
-        return _AlreadyThereError(where)
-    if code == "NoSuchBucket":
-        return BucketMissingError(f"{uri}: the bucket does not exist: create it, or correct the address")
-    if (denied := _denied(problem, code, names, operation, uri, key)) is not None:
-        return denied
-    if code in {"InvalidRange", "416"}:
-        return CorruptObjectError(f"{where}: is shorter than its header says")
-    if isinstance(problem, FileNotFoundError):
-        return ObjectMissingError(where)
-    if code in _TRANSIENT or (code is None and names & _UNREACHABLE):
-        return StoreUnreachableError(f"{where}: no answer on {operation}: {said or 'time-out'}")
-    if names & _BAD_NAMES:
-        return ConfigurationError(f"{uri}: {said}")
-    return StoreError(f"{where}: {operation} failed: {type(problem).__name__}: {said}")
-
-
-def _denied(
-    problem: BaseException, code: str | None, names: set[str], operation: str, uri: str, key: str
-) -> AccessDeniedError | None:
-    if (said := _web_identity_refused(problem)) is not None:
-        return AccessDeniedError(
-            f"{uri}: no usable AWS credentials: STS gives none for the token of AWS_WEB_IDENTITY_TOKEN_FILE: {said}:"
-            " check AWS_ROLE_ARN and that role's trust policy"
-        )
-    if code in _CREDENTIALS:
-        return AccessDeniedError(f"{uri}/{key}: {_CREDENTIALS[code]}")
-    if names & _NO_CREDENTIALS:
-        said = " ".join(str(problem).split())
-        return AccessDeniedError(f"{uri}: no usable AWS credentials ({said}): run `aws configure`, or set AWS_PROFILE")
-    if isinstance(problem, OSError) and problem.filename is not None:
-        for variable in _TOKEN_FILES:
-            if os.environ.get(variable) == problem.filename:
-                return AccessDeniedError(
-                    f"{uri}: no usable AWS credentials: {problem.filename} of {variable} can't be read:"
-                    f" {problem.strerror}: mount the token there, or correct {variable}"
-                )
-    if isinstance(problem, PermissionError) or code in {"403", "AccessDenied"}:
-        permission = _PERMISSIONS.get(operation, "access")
-        return AccessDeniedError(
-            f"{uri}/{key}: access denied on {operation}: these credentials need {permission} there"
-        )
-    return None
-
-
-def _web_identity_refused(problem: BaseException | None) -> str | None:
-    """STS's words, if it was STS that refused: it speaks before S3 is asked."""
-    while problem is not None:
-        if getattr(problem, "operation_name", None) == "AssumeRoleWithWebIdentity":
-            return " ".join(str(problem).split())
-        problem = problem.__cause__
-    return None
-
-
-def _code(problem: BaseException | None) -> str | None:
-    """The S3 error code of an exception or of one that caused it: s3fs raises FileNotFoundError for a bucket and a
-    key alike.
-    """
-    while problem is not None:
-        response = getattr(problem, "response", None)
-        if isinstance(response, dict) and "Error" in response:
-            return str(response["Error"].get("Code"))
-        problem = problem.__cause__
-    return None

@@ -344,6 +344,13 @@ async def _probe(store: Store) -> None:
                 f"{store.uri}: this store ignores conditional writes (If-None-Match: *), so two replicas could both "
                 "commit a round; use Amazon S3, MinIO, SeaweedFS, MiniStack, or a local folder"
             )
+        try:
+            await store.read(key, 1, 3)
+        except CorruptObjectError as problem:
+            raise ConfigurationError(
+                f"{store.uri}: this store ignores ranges, it answers with whole objects ({problem}); use Amazon S3, "
+                "MinIO, SeaweedFS, MiniStack, or a local folder"
+            ) from problem
         if not any(entry.key == key for entry in await store.list(layout.PROBES)):
             raise ConditionalWriteError(
                 f"{store.uri}: an object that was just written is not listed; a strongly consistent store is needed"

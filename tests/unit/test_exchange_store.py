@@ -27,7 +27,8 @@ from diloco.errors import (
 from diloco.exchange import layout
 from diloco.exchange.layout import Member
 from diloco.exchange.records import Claim
-from diloco.exchange.remote import RemoteStore, _AlreadyThereError, explain
+from diloco.exchange.remote import RemoteStore
+from diloco.exchange.s3_errors import AlreadyThereError, explain
 from diloco.exchange.store import CREATE_ATTEMPTS, Data, check_store, create_once, open_store
 from diloco.exchange.stores import LocalStore, MemoryStore
 from tests.support.stores import LostAnswers, RecordingStore, UnconditionalStore, UnlistedStore, WrappedStore
@@ -280,9 +281,9 @@ def named(name: str) -> Exception:
         (caused(PermissionError(), "SignatureDoesNotMatch"), AccessDeniedError, "secret access key is wrong"),
         (named("NoCredentialsError"), AccessDeniedError, "no usable AWS credentials"),
         (named("ProfileNotFound"), AccessDeniedError, "AWS_PROFILE"),
-        (caused(OSError(errno.EINVAL, "x"), "412"), _AlreadyThereError, "s3://b/run/key"),
-        (caused(OSError(errno.EINVAL, "x"), "PreconditionFailed"), _AlreadyThereError, "s3://b/run/key"),
-        (FileExistsError(), _AlreadyThereError, "s3://b/run/key"),
+        (caused(OSError(errno.EINVAL, "x"), "412"), AlreadyThereError, "s3://b/run/key"),
+        (caused(OSError(errno.EINVAL, "x"), "PreconditionFailed"), AlreadyThereError, "s3://b/run/key"),
+        (FileExistsError(), AlreadyThereError, "s3://b/run/key"),
         (caused(OSError(errno.EBUSY, "x"), "409"), StoreUnreachableError, "no answer on create"),
         (caused(OSError(errno.EIO, "x"), "ConditionalRequestConflict"), StoreUnreachableError, "no answer on create"),
         (named("EndpointConnectionError"), StoreUnreachableError, "no answer on create: something happened"),

@@ -81,6 +81,8 @@ PARTS = {
     "diloco.exchange.store": "records",
     "diloco.exchange.stores": "records",
     "diloco.exchange.remote": "records",
+    "diloco.exchange.bulk": "records",
+    "diloco.exchange.s3_errors": "records",
     "diloco.progress": "presence",
     "diloco.presence": "presence",
     "diloco.follower": "presence",
