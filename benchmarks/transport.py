@@ -1,12 +1,13 @@
-"""Who carries bulk payloads best: s3fs as the exchange uses it, obstore, or the AWS CRT, side by side on one server.
+"""Who carries bulk payloads best, side by side on one server: the exchange with s3fs alone, the exchange with obstore,
+or the AWS CRT.
 
-Each writes one object of `--mib` and reads it back in blocks of 8 MiB, in order, as an average does; obstore and the
-CRT with as many parts and requests at once as ours. Once straight from the embedded S3, once through a link of `--mbps`
+Each creates one object of `--mib` and reads it back in blocks of 8 MiB, in order, as an average does; the CRT with as
+many parts and requests at once as s3fs. Once straight from the embedded S3, once through a link of `--mbps`
 and `--latency-ms` a way. Contenders take turns, the median of `--rounds` counts. CPU time is that of the client's
 process: where server and clients share cores, as here, it says more than the seconds do. Peak memory is beyond the
 object (Linux).
 
-obstore and awscrt are no dependencies: `pip install obstore awscrt`; who is missing is left out.
+awscrt is no dependency: `pip install awscrt`; who is missing is left out.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from benchmarks.common import print_result, say
 from benchmarks.link import Lane, Link
 from diloco.embedded import BUCKET, REGION, EmbeddedS3, environment
 from diloco.exchange.remote import CONCURRENT_PARTS, PART_BYTES
-from diloco.exchange.store import BLOCK_BYTES, open_store
+from diloco.exchange.store import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -45,7 +46,7 @@ def _same(found: object, expected: object) -> None:
         sys.exit("what came back is not what was sent")
 
 
-async def _s3fs(key: str, data: bytearray) -> tuple[float, float]:
+async def _exchange(key: str, data: bytearray) -> tuple[float, float]:
     store = open_store(f"s3://{BUCKET}/transport")
     await store.open()
     try:
@@ -59,41 +60,6 @@ async def _s3fs(key: str, data: bytearray) -> tuple[float, float]:
         return up, time.monotonic() - began
     finally:
         await store.close()
-
-
-async def _obstore(key: str, data: bytearray) -> tuple[float, float]:
-    import obstore  # type: ignore[import-not-found,unused-ignore]
-    from obstore.store import S3Store  # type: ignore[import-not-found,unused-ignore]
-
-    store = S3Store(
-        BUCKET,
-        prefix="transport",
-        endpoint=os.environ["AWS_ENDPOINT_URL"],
-        region=REGION,
-        access_key_id=os.environ["AWS_ACCESS_KEY_ID"],
-        secret_access_key=os.environ["AWS_SECRET_ACCESS_KEY"],
-        client_options={"allow_http": True},
-    )
-    began = time.monotonic()
-    # Create-if-absent of an upload in parts is more than obstore can do: this is a plain write.
-    await obstore.put_async(store, key, data, chunk_size=PART_BYTES, max_concurrency=CONCURRENT_PARTS)
-    up = time.monotonic() - began
-    began, size = time.monotonic(), len(data)
-
-    def fetch(start: int) -> asyncio.Future[Any]:
-        part: asyncio.Future[Any] = asyncio.ensure_future(
-            obstore.get_range_async(store, key, start=start, end=min(start + BLOCK_BYTES, size))
-        )
-        return part
-
-    starts = range(0, size, BLOCK_BYTES)
-    asked = [fetch(start) for start in starts[:2]]
-    for number, start in enumerate(starts):
-        block = await asked[number]
-        if number + 2 < len(starts):
-            asked.append(fetch(starts[number + 2]))
-        _same(memoryview(block), memoryview(data)[start : start + BLOCK_BYTES])
-    return up, time.monotonic() - began
 
 
 async def _crt(key: str, data: bytearray) -> tuple[float, float]:
@@ -134,12 +100,14 @@ async def _crt(key: str, data: bytearray) -> tuple[float, float]:
     return up, time.monotonic() - began
 
 
-TRANSPORTS: dict[str, Transport] = {"s3fs": _s3fs, "obstore": _obstore, "crt": _crt}
+TRANSPORTS: dict[str, Transport] = {"s3fs": _exchange, "obstore": _exchange, "crt": _crt}
 
 
 def _measure(name: str, key: str, mib: int) -> dict[str, Any]:
     """In a process of its own: one transfer up and down, after a small one that loads and connects."""
     transport = TRANSPORTS[name]
+    if name == "s3fs":
+        sys.modules["obstore"] = sys.modules["obstore.store"] = None  # type: ignore[assignment]
     asyncio.run(transport(f"{key}-small", bytearray(2**20)))
     data = bytearray(mib * 2**20)
     for start in range(0, len(data), 2**20):
