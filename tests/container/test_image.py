@@ -179,7 +179,7 @@ def test_holds_the_locks_versions_and_the_bases_torch(container: Container) -> N
     assert {
         name: version for name, version in held.items() if locked.get(name, version).lower() != version.lower()
     } == {}
-    assert {"torchft", "transformers", "datasets", "s3fs", "boto3", "pydantic"} <= held.keys()
+    assert {"torchft", "transformers", "datasets", "s3fs", "obstore", "boto3", "pydantic"} <= held.keys()
     assert not {"ministack", "pytest", "pulumi"} & held.keys()
     installer = container.run("-c", f"cat /{PREFIX}/lib/python*/site-packages/torch-*/INSTALLER", entrypoint=["sh"])
     assert installer.stdout == INSTALLER
