@@ -152,7 +152,7 @@ def _instances_in_use(clients: Clients, settings: JobSettings, findings: Finding
     try:
         for status in ("InProgress", "Stopping"):
             pages = clients.sagemaker.get_paginator("list_training_jobs").paginate(
-                StatusEquals=status,  # type: ignore[arg-type]
+                StatusEquals=status,
                 CreationTimeAfter=since,
                 PaginationConfig={"PageSize": 100, "MaxItems": RUNNING_JOBS_SEEN},
             )
@@ -169,12 +169,13 @@ def _instances_in_use(clients: Clients, settings: JobSettings, findings: Finding
         except (BotoCoreError, ClientError):
             return Counter({_NOT_DESCRIBED: 1})
         resources, spot = job["ResourceConfig"], bool(job.get("EnableManagedSpotTraining"))
-        groups = resources.get("InstanceGroups") or [
-            {"InstanceType": jobs.instance_type(job), "InstanceCount": resources.get("InstanceCount", 1)}
+        alone = (jobs.instance_type(job), resources.get("InstanceCount", 1))
+        groups: list[tuple[str, int]] = [
+            (group["InstanceType"], group["InstanceCount"]) for group in resources.get("InstanceGroups", ())
         ]
         found: Counter[str] = Counter()
-        for group in groups:
-            found[usage_quota(group["InstanceType"], spot=spot)] += group["InstanceCount"]
+        for kind, count in groups or [alone]:
+            found[usage_quota(kind, spot=spot)] += count
         return found
 
     theirs = [name for name in names if not name.startswith(settings.name_prefix)]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.support.sagemaker.service import Emulator
+    from tests.support.sagemaker.emulator import Emulator
 
 PORT = "127.0.0.1:4566"
 EXCHANGE = (

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from tests.infra.conftest import MakeStack
     from tests.support.gate import Gate
-    from tests.support.sagemaker.service import Emulator
+    from tests.support.sagemaker.emulator import Emulator
 
 TRUST = {
     "Version": "2012-10-17",

@@ -11,7 +11,7 @@ from tests.infra.conftest import inventory
 if TYPE_CHECKING:
     from tests.infra.conftest import MakeStack
     from tests.support.gate import Gate
-    from tests.support.sagemaker.service import Emulator
+    from tests.support.sagemaker.emulator import Emulator
 
 WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "bucket-name": ({"bucket": {"name": "Not_A_Bucket"}}, ("diloco:bucket.name", "'Not_A_Bucket'", "3 to 63")),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from tests.infra.conftest import MakeStack
     from tests.support.pulumi_stack import PulumiStack
-    from tests.support.sagemaker.service import Emulator
+    from tests.support.sagemaker.emulator import Emulator
 
 SMALL = "FROM scratch\nCOPY pyproject.toml /\nCOPY diloco/__init__.py /diloco/\n"
 

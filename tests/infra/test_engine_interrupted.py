@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from tests.infra.conftest import MakeStack
     from tests.support.gate import Gate
-    from tests.support.sagemaker.service import Emulator
+    from tests.support.sagemaker.emulator import Emulator
 
 
 def test_up_goes_on_after_an_interrupt(make_stack: MakeStack, gate: Gate, aws: Emulator) -> None:

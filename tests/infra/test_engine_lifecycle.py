@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from tests.infra.conftest import MakeStack
     from tests.support.gate import Gate
-    from tests.support.sagemaker.service import Emulator
+    from tests.support.sagemaker.emulator import Emulator
 
 LONG = 120.0
 """Seconds: a bound against hangs; the figures of an idle machine are in docs/infrastructure.md."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.support.sagemaker.service import Emulator
+    from tests.support.sagemaker.emulator import Emulator
 
 # Looking a class up imports its whole module, deprecated classes too.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.support.cluster import Cluster
-    from tests.support.sagemaker.service import Emulator
+    from tests.support.sagemaker.emulator import Emulator
 
 CLUSTER, BUCKET, SERVICE_ACCOUNT = "platform", "runs", "replica"
 PLACE = Place("us-east-1", ACCOUNT)

@@ -20,7 +20,7 @@ import pytest
 from diloco import guard
 from diloco.embedded import EmbeddedS3
 from tests.support.engine import ROOT
-from tests.support.sagemaker.service import Emulator
+from tests.support.sagemaker.emulator import Emulator
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

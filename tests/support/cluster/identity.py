@@ -31,7 +31,7 @@ from tests.support.sagemaker.role import Roles
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.support.sagemaker.service import Emulator
+    from tests.support.sagemaker.emulator import Emulator
 
 SERVICE = "pods.eks.amazonaws.com"
 AUDIENCE = SERVICE

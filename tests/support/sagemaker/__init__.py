@@ -5,9 +5,10 @@ callers and execution roles by the policies that an emulator stores, and runs ea
 """
 
 from tests.support.sagemaker.callers import Callers
+from tests.support.sagemaker.emulator import Emulator
 from tests.support.sagemaker.errors import ApiError
 from tests.support.sagemaker.faults import Faults
 from tests.support.sagemaker.server import SageMakerServer
-from tests.support.sagemaker.service import Emulator, Service, Timing
+from tests.support.sagemaker.service import Service, Timing
 
 __all__ = ["ApiError", "Callers", "Emulator", "Faults", "SageMakerServer", "Service", "Timing"]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from tests.support.iam_authority import Authority
-    from tests.support.sagemaker.service import Emulator
+    from tests.support.sagemaker.emulator import Emulator
 
 SERVICE = "sagemaker.amazonaws.com"
 

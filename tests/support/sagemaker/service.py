@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import boto3
-from botocore.config import Config
 from botocore.exceptions import ClientError
 
 from tests.support.sagemaker import resources, rules, shapes
@@ -29,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from tests.support.sagemaker.callers import Callers
+    from tests.support.sagemaker.emulator import Emulator
 
 SESSION_SECONDS = 30.0
 """How long a role's permissions are used as they were: IAM, too, takes its time."""
@@ -46,31 +45,6 @@ class Timing:
     """120 s between SIGTERM and SIGKILL."""
     keep_alive_factor: float = 1.0
     """Real seconds for each second of a warm pool."""
-
-
-@dataclass
-class Emulator:
-    """Where the rest of AWS is: S3, IAM, STS, Logs, ECR."""
-
-    endpoint_url: str
-    region: str = "us-east-1"
-    account: str = "123456789012"
-    ca_bundle: str | None = None
-    """Certificate of an endpoint that is https."""
-    access_key: str = "test"
-    secret_key: str = "test"  # noqa: S105 - MiniStack's root
-
-    def client(self, service: str, credentials: Mapping[str, str] | None = None) -> Any:
-        """A boto3 client, of the root unless credentials are given."""
-        given = credentials or {"AccessKeyId": self.access_key, "SecretAccessKey": self.secret_key}
-        session: Any = boto3.session.Session(
-            aws_access_key_id=given["AccessKeyId"],
-            aws_secret_access_key=given["SecretAccessKey"],
-            aws_session_token=given.get("SessionToken"),
-            region_name=self.region,
-        )
-        config = Config(s3={"addressing_style": "path"}, proxies={}, retries={"total_max_attempts": 2})
-        return session.client(service, endpoint_url=self.endpoint_url, verify=self.ca_bundle, config=config)
 
 
 @dataclass
