@@ -289,9 +289,7 @@ class _Launch:
             self._outdated[rank] = self._beats[rank].attempt
         self._supervisor.relaunched(rank, time.monotonic())
         try:
-            [self._handles[rank]] = await start(
-                self._executor, [spec for spec in self._specs if spec.rank == rank]
-            )
+            [self._handles[rank]] = await start(self._executor, [spec for spec in self._specs if spec.rank == rank])
         except DilocoError as problem:
             failed = ReplicaResult(rank, "failed", problem.exit_code, {"preemptions": 0}, str(problem))
             await self._decide_by(self._kept(failed))
