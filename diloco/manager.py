@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from diloco.errors import ConfigurationError, CorruptObjectError, DilocoError, StoreError
 from diloco.exchange import ending, inner
 from diloco.exchange.feedback import is_feedback
@@ -28,17 +26,21 @@ from diloco.exchange.store import open_store
 from diloco.follower import Follower
 from diloco.presence import Presence
 from diloco.progress import finite
-from diloco.work import InBackground, RoundWork, in_place, synchronize
+from diloco.transfer import HostCopies
+from diloco.work import InBackground, RoundWork, synchronize
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
     from concurrent.futures import Future
+
+    import torch
 
     from diloco.exchange.checkpoint import Snapshot
     from diloco.exchange.clock import Clock
     from diloco.exchange.records import Commit, RunRecord, RunResult
     from diloco.exchange.state import FragmentState, OuterStep
     from diloco.exchange.store import Store
+    from diloco.transfer import HostCopy
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +126,7 @@ class ObjectStoreManager:
         self._tokens: list[int] = []
         self._steps: list[int] = []
         self._writing: Future[None] | None = None
+        self._copies = HostCopies()
 
     @property
     def run(self) -> RunRecord:
@@ -218,9 +221,11 @@ class ObjectStoreManager:
         round_.tensors.append(tensor)
         fragment = round_.turn.fragment
         if len(round_.tensors) == len(self._attached().call_order[fragment]):
-            synchronize()  # the background thread reads the tensors outside the stream that computes them
             round_.turn.weight = max(self._tokens[fragment] or self._steps[fragment], 1)
-            round_.future = self.presence.background.submit(self._exchange(round_))
+            by_name = dict(zip(self._attached().call_order[fragment], round_.tensors, strict=True))
+            tensors = [by_name[name] for name in self._attached().states[fragment].names]
+            copy = self._copies.begin(fragment, tensors)
+            round_.future = self.presence.background.submit(self._exchange(round_.turn, copy))
         return RoundWork(lambda: self._settle(round_), lambda: round_.future is not None and round_.future.done())
 
     def _settle(self, round_: _Round) -> None:
@@ -228,15 +233,11 @@ class ObjectStoreManager:
             raise RuntimeError(f"round {round_.turn.round}: torchft waits for a payload of which tensors are missing")
         self.presence.wait(round_.future)
 
-    async def _exchange(self, round_: _Round) -> None:
-        by_name = dict(zip(self._attached().call_order[round_.turn.fragment], round_.tensors, strict=True))
-        tensors = [by_name[name] for name in self._attached().states[round_.turn.fragment].names]
-        # On the CPU the mean is added up in the gradients themselves; a GPU's get it in one copy.
-        here = [tensor if in_place(tensor) else torch.empty(tensor.shape, dtype=torch.float32) for tensor in tensors]
-        await self._in_run().exchange(round_.turn, tensors, here)
-        for tensor, mean in zip(tensors, here, strict=True):
-            if round_.turn.averaged and tensor is not mean:
-                tensor.copy_(mean)
+    async def _exchange(self, turn: Turn, copy: HostCopy) -> None:
+        await asyncio.to_thread(copy.wait)
+        await self._in_run().exchange(turn, copy.tensors, copy.tensors)
+        if turn.averaged:
+            await asyncio.to_thread(copy.put_back)
 
     def should_commit(self) -> bool:
         """Whether torchft applies the mean: not past the last round, when nobody contributed, or when this replica is

@@ -42,11 +42,6 @@ class InBackground:
         return asyncio.wrap_future(self._future).__await__()
 
 
-def in_place(tensor: torch.Tensor) -> bool:
-    """Whether the background thread may write a mean straight into this tensor."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous()
-
-
 def synchronize() -> None:
     """Wait for an accelerator's pending work: torchft copies parameters to pinned memory without waiting for it."""
     if torch.accelerator.is_available():

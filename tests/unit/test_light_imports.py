@@ -90,6 +90,7 @@ PARTS = {
     "diloco.fragments": "fragments",
     "diloco.inner_optimizer": "fragments",
     "diloco.work": "fragments",
+    "diloco.transfer": "fragments",
     "diloco.outer": "outer",
     "diloco.training": "trainer",
     "diloco.training.config": "configuration",
