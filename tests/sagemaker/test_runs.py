@@ -58,8 +58,8 @@ def files_of(archive: bytes) -> dict[str, bytes]:
 
 
 def test_a_spot_interruption_is_caught_up_by_the_same_job(aws: TestAccount) -> None:
-    launcher = aws.launch("run", *run(2, "spot", "--spot", steps=40))
-    until(lambda: any(key.endswith("00000003.json") for key in objects(aws, "rendezvous/spot/commits/")), "round", aws)
+    launcher = aws.launch("run", *run(2, "spot", "--spot", steps=16))
+    until(lambda: any(key.endswith("00000001.json") for key in objects(aws, "rendezvous/spot/commits/")), "round", aws)
 
     taken = next(job for job in jobs(aws, "spot") if "-r1-" in job.name)
     aws.service.interrupt(taken)
