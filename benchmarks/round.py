@@ -115,7 +115,9 @@ def _measure(contender: str, codec_name: str, options: argparse.Namespace) -> di
             settings = {
                 key: vars(options)[key] for key in ("replicas", "mib", "mbps", "latency_ms", "reduce", "rounds")
             } | {"contender": contender, "codec": codec_name, "rank": rank, "bucket": BUCKET}
-            mine = os.environ | env | ({"AWS_ENDPOINT_URL": endpoint} if endpoint else {}) | {"OMP_NUM_THREADS": "1"}
+            if endpoint is not None:
+                env |= {"AWS_ENDPOINT_URL": endpoint, "AWS_ENDPOINT_URL_S3": endpoint}
+            mine = os.environ | env | {"OMP_NUM_THREADS": "1"}
             command = [*python, json.dumps(settings)]
             children.append(subprocess.Popen(command, env=mine, stdout=subprocess.PIPE, text=True, cwd=ROOT))
             stack.callback(_end, children[-1])

@@ -31,7 +31,7 @@ from diloco.exchange.shards import Division
 from diloco.exchange.store import create_once, create_same
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     import torch
 
@@ -115,16 +115,21 @@ class ObjectStoreAllReduce:
         member = self.context.member
         if self._announced == round_:
             return None
-        if self._own is None or self._own[0] != round_:
+
+        async def announce(encoded: codec.Encoded) -> None:
+            self._own = (round_, encoded)
+            await self._create_header(round_, fragment, kind="contribution", weight=weight, payload=encoded.info)
+
+        if self._own is not None and self._own[0] == round_:
+            await announce(self._own[1])
+        else:
             encoded = await self.context.store.meanwhile(lambda: self._encode(round_, fragment, tensors))
             self._memory = encoded.data
             if not encoded.finite:
                 await self.abstain(round_, fragment, rounds.NOT_FINITE)
                 return rounds.NOT_FINITE
             await check_fence(self.context.store, member)
-            await self._upload(round_, encoded)
-            self._own = (round_, encoded)
-        await self._create_header(round_, fragment, kind="contribution", weight=weight, payload=self._own[1].info)
+            await self._upload(round_, encoded, then=partial(announce, encoded))
         return None
 
     def _encode(self, round_: int, fragment: Fragment, tensors: Sequence[torch.Tensor]) -> codec.Encoded:
@@ -150,9 +155,9 @@ class ObjectStoreAllReduce:
         if self._announced != round_:
             await self._create_header(round_, fragment, kind="abstention", weight=0, reason=reason)
 
-    async def _upload(self, round_: int, encoded: codec.Encoded) -> None:
-        """Create the payload's objects; of a divided one in such an order that every owner gets some early, while
-        those are read that this replica will average.
+    async def _upload(self, round_: int, encoded: codec.Encoded, *, then: Callable[[], Awaitable[None]]) -> None:
+        """Create the payload's objects, and `then` its header; of a divided one in such an order that every owner gets
+        some early, while those are read that this replica will average.
         """
         division = Division.of(self.context.run, encoded.info.numel)
         store, member = self.context.store, self.context.member
@@ -170,12 +175,12 @@ class ObjectStoreAllReduce:
 
         self._ahead = None
         if self.context.run.reduce == "gather":
-            await store.each([partial(create, shard) for shard in division.shards])
+            await store.each([partial(create, shard) for shard in division.shards], then=then)
             return
         ranks = sorted(self._expected(round_) | {member.rank})
         self._ahead = Ahead(self.context, round_, division, ranks)
         order = division.upload_order(round_, ranks.index(member.rank), len(ranks))
-        await store.each([partial(create, shard) for shard in order], beside=self._ahead.look)
+        await store.each([partial(create, shard) for shard in order], then=then, beside=self._ahead.look)
 
     def _expected(self, round_: int) -> set[int]:
         """Who will probably take part: those who did last time."""

@@ -38,7 +38,6 @@ once).
 """
 MOST_PARTS = 10_000
 CONCURRENT_PARTS = 4
-CONCURRENT_OBJECTS = 2
 CONCURRENT_RANGES = 4
 AHEAD_BYTES = 2 * BLOCK_BYTES + 2**16
 """Two blocks, one of them with its object's framing."""
@@ -139,9 +138,11 @@ class RemoteStore(Store):
         self,
         calls: Sequence[Callable[[], Awaitable[None]]],
         *,
-        beside: Callable[[], Awaitable[None]] | None = None,
+        at_once: int = 2,
+        then: Callable[[], Awaitable[None]] | None = None,
+        beside: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
-        """As the base says, :data:`CONCURRENT_OBJECTS` at a time: the link does not idle between two."""
+        """As the base says: the link does not idle between two."""
         waiting, left, look = iter(calls), len(calls), asyncio.Event()
 
         async def make() -> None:
@@ -162,10 +163,12 @@ class RemoteStore(Store):
                 except DilocoError as problem:
                     logger.warning("%s: %s", self.uri, problem)
 
-        making = [asyncio.ensure_future(make()) for _ in range(CONCURRENT_OBJECTS)]
+        making = [asyncio.ensure_future(make()) for _ in range(at_once)]
         watching = asyncio.ensure_future(watch())
         try:
             await asyncio.gather(*making)
+            if then is not None:
+                await then()
             await watching
         finally:
             await _end([*making, watching])

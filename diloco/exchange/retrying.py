@@ -68,10 +68,12 @@ class RetryingStore(Store):
         self,
         calls: Sequence[Callable[[], Awaitable[None]]],
         *,
-        beside: Callable[[], Awaitable[None]] | None = None,
+        at_once: int = 2,
+        then: Callable[[], Awaitable[None]] | None = None,
+        beside: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
         """As the inner store does."""
-        await self._inner.each(calls, beside=beside)
+        await self._inner.each(calls, at_once=at_once, then=then, beside=beside)
 
     async def _create(self, key: str, data: Data) -> bool:
         return await self._again("create", key, lambda: self._inner._create(key, data))

@@ -122,8 +122,10 @@ class ShardedMean:
         ranks = [member.rank for member in self._owners]
         if self._context.member.rank in ranks:
             place = ranks.index(self._context.member.rank)
-            for shard in self._division.owned(self._commit.round, place, len(ranks)):
-                await self._publish(shard)
+            owned = self._division.owned(self._commit.round, place, len(ranks))
+            # One at a time: each is held encoded.
+            publish = [partial(self._publish, shard) for shard in owned]
+            await self._context.store.each(publish, at_once=1, beside=self._take_those_there)
         if self._left:
             await self._context.wait_until(self._look, doing=f"the mean of round {self._commit.round}")
 
@@ -146,17 +148,25 @@ class ShardedMean:
     async def _look(self, poll: Poll) -> bool | None:
         if self._silent is None:
             self._silent = Timer(poll)
-        listed = await self._context.store.list(layout.means(self._commit.round))
-        found = {layout.parse_mean(entry.key) for entry in listed}
-        there = [shard for index, shard in self._left.items() if index in found]
-        await self._context.store.each([partial(self._take, shard) for shard in there])
-        if there:
+        if await self._take_those_there():
             self._silent.restart()
         elif (orphan := await self._orphan(poll, self._silent)) is not None:
             logger.warning("round %d: nobody averages shard %d: it is done here", self._commit.round, orphan.index)
             await self._publish(orphan)
         self._context.waiting_for = sorted({f"rank {self._owner(index).rank}" for index in self._left})
         return None if self._left else True
+
+    async def _take_those_there(self) -> bool:
+        """Read the means of others that are published; whether there was one."""
+        listed = await self._context.store.list(layout.means(self._commit.round))
+        found = {layout.parse_mean(entry.key) for entry in listed}
+        there = [
+            shard
+            for index, shard in self._left.items()
+            if index in found and self._owner(index) != self._context.member
+        ]
+        await self._context.store.each([partial(self._take, shard) for shard in there])
+        return bool(there)
 
     def _owner(self, index: int) -> Member:
         return self._owners[owner(self._commit.round, index, len(self._owners))]

@@ -131,16 +131,20 @@ class Store(ABC):
         self,
         calls: Sequence[Callable[[], Awaitable[None]]],
         *,
-        beside: Callable[[], Awaitable[None]] | None = None,  # noqa: ARG002
+        at_once: int = 2,  # noqa: ARG002
+        then: Callable[[], Awaitable[None]] | None = None,
+        beside: Callable[[], Awaitable[object]] | None = None,  # noqa: ARG002
     ) -> None:
-        """Make calls that transfer something, in this order; a store that can has a few under way. The first that
-        raises ends the others.
+        """Make calls that transfer something, in this order, and `then` when all have ended; a store that can has
+        `at_once` under way. The first that raises ends the others.
 
         `beside` only saves time: a store that can calls it, too, when one of them has ended and more are left, and
         lets it finish. What the store refuses to it is not raised.
         """
         for call in calls:
             await call()
+        if then is not None:
+            await then()
 
     async def create(self, key: str, data: Data) -> bool:
         """Write the object if it is absent. True: written now; False: it was there. Raises OutcomeUnknownError if the

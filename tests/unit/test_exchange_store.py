@@ -478,19 +478,25 @@ def test_several_transfers_go_on_two_at_a_time_with_another_thing_beside_them(ca
             raise ObjectMissingError("not there")
         order.append(f"look {looks}")
 
+    async def then() -> None:
+        order.append("then")
+
     async def transfer() -> None:
-        await RemoteStore("s3://bucket/run", {}).each([partial(short, n) for n in range(6)], beside=look)
+        await RemoteStore("s3://bucket/run", {}).each([partial(short, n) for n in range(6)], then=then, beside=look)
 
     asyncio.run(asyncio.wait_for(transfer(), 20))
     assert most == 2
     assert [one for one in order if isinstance(one, int)] == list(range(6))
     assert looks > 1
-    assert order[-1] == 5, "nothing is begun beside what has ended"
+    assert order[-2:] == [5, "then"], "nothing is begun beside what has ended"
     assert "not there" in caplog.text
 
 
 def test_what_is_under_way_beside_transfers_is_finished() -> None:
     done = []
+
+    async def then() -> None:
+        done.append("then")
 
     async def short() -> None:
         await asyncio.sleep(0.01)
@@ -499,5 +505,5 @@ def test_what_is_under_way_beside_transfers_is_finished() -> None:
         await asyncio.sleep(0.2)
         done.append("looked")
 
-    asyncio.run(asyncio.wait_for(RemoteStore("s3://bucket/run", {}).each([short, short, short], beside=look), 20))
-    assert done == ["looked"]
+    asyncio.run(asyncio.wait_for(RemoteStore("s3://bucket/run", {}).each([short] * 3, then=then, beside=look), 20))
+    assert done == ["then", "looked"], "what follows the transfers does not wait"
