@@ -57,7 +57,7 @@ class AcceleratorStreams:
     """Those of this process's accelerator, by :mod:`torch.accelerator`."""
 
     def __init__(self) -> None:
-        self._side = torch.Stream(torch.accelerator.current_accelerator())  # type: ignore[arg-type]
+        self._side = torch.Stream(torch.accelerator.current_accelerator())
 
     def current(self) -> Stream:
         """As the protocol says."""
