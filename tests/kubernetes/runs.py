@@ -78,7 +78,7 @@ class Run:
         self._thread.start()
         return self
 
-    def end(self, patience: float = 150.0) -> RunReport:
+    def end(self, patience: float = 500.0) -> RunReport:
         """The report of the launcher in the thread."""
         self._thread.join(patience)
         assert self.report is not None, f"no end within {patience:g} s:\n{self.state()}"

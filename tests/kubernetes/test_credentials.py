@@ -123,8 +123,8 @@ def pod_run(aws: Emulator, cluster: Cluster, namespace: str, **changes: Any) -> 
         "credentials_secret": None,
         "trainer_module": "tests.kubernetes.trainer",
         "trainer_fn": "train",
-        "trainer_kwargs": {"step_seconds": 0.25},
-        "steps": 72,
+        "trainer_kwargs": {"step_seconds": 0.5},
+        "steps": 40,
         "sync_every": 4,
     }
     return Run(cluster, namespace, aws.endpoint_url, "short-lived", **(settings | changes))

@@ -125,7 +125,7 @@ def test_the_stack_runs_a_job_to_the_end_and_replaces_it_cleanly(
         cluster.until(
             lambda: [job.status.succeeded for job in cluster.batch.list_namespaced_job(space).items] == [4],
             "end of the Job",
-            patience=200,
+            patience=500,
         )
         # The launcher's commands find the stack's Job as any other.
         clients = Clients(cluster.kubeconfig)

@@ -289,7 +289,7 @@ class Command:
         lines = self._events.read_text().splitlines()
         return [json.loads(line) for line in lines if line.endswith("}")]
 
-    def until(self, condition: Callable[[], bool], what: str, patience: float = 60.0) -> None:
+    def until(self, condition: Callable[[], bool], what: str, patience: float = 300.0) -> None:
         """Return when `condition` holds; AssertionError when the command ends first, or after `patience` seconds."""
         deadline = time.monotonic() + patience
         while not condition():

@@ -103,7 +103,7 @@ class Cluster:
         return sorted(found, key=lambda pod: str(pod.metadata.name))
 
     @staticmethod
-    def until(look: Callable[[], T], what: str, patience: float = 90.0) -> T:
+    def until(look: Callable[[], T], what: str, patience: float = 300.0) -> T:
         """What `look` returns once it is true; AssertionError after `patience` seconds."""
         deadline = time.monotonic() + patience
         while not (found := look()):
