@@ -157,14 +157,13 @@ class ShardedMean:
         return None if self._left else True
 
     async def _take_those_there(self) -> bool:
-        """Read the means of others that are published; whether there was one."""
+        """Read the means of other ranks that are published; whether there was one. This rank's own are being published,
+        those too that an earlier attempt has left.
+        """
         listed = await self._context.store.list(layout.means(self._commit.round))
         found = {layout.parse_mean(entry.key) for entry in listed}
-        there = [
-            shard
-            for index, shard in self._left.items()
-            if index in found and self._owner(index) != self._context.member
-        ]
+        mine = self._context.member.rank
+        there = [shard for index, shard in self._left.items() if index in found and self._owner(index).rank != mine]
         await self._context.store.each([partial(self._take, shard) for shard in there])
         return bool(there)
 

@@ -19,11 +19,12 @@ from diloco.exchange.layout import Member
 from diloco.exchange.mean import audited_mean, committed_mean
 from diloco.exchange.records import Beat, Commit
 from diloco.exchange.shards import Division, owner
+from diloco.exchange.store import Store
 from diloco.exchange.stores import MemoryStore
 from tests.support.virtual import Settled, World, member_context, run_record, settle
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
 NUMEL = 26
 FRAGMENT = Fragment(0, NUMEL, "layout", "base")
@@ -170,6 +171,39 @@ def test_a_restarted_owner_averages_its_shard_at_once() -> None:
     outcomes = run.together(run.take_part(0), run.take_part(1), run.contribute(2), restarted())
     assert outcomes[3] == bits(outcomes[0]) == by_hand([0, 1, 2])
     assert run.world.monotonic() - began < 10  # nobody had to be found dead
+
+
+async def eagerly(
+    self: Store,
+    calls: Sequence[Callable[[], Awaitable[None]]],
+    *,
+    at_once: int = 2,
+    then: Callable[[], Awaitable[None]] | None = None,
+    beside: Callable[[], Awaitable[object]] | None = None,
+) -> None:
+    """`Store.each` with what may go on beside at every place where it may."""
+    for left, call in zip(range(len(calls) - 1, -1, -1), calls, strict=True):
+        await call()
+        if beside is not None and left:
+            await beside()
+    if then is not None:
+        await then()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_read_beside_uploads_has_the_same_bits(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Store, "each", eagerly)
+    run = Run("strict", seed, shards=7)
+    for round_ in range(3):
+        outcomes = run.together(*(run.take_part(rank, round_) for rank in (2, 0, 1)))
+        assert {bits(outcome) for outcome in outcomes} == {by_hand([0, 1, 2], round_)}
+
+
+def test_a_restarted_owner_publishes_its_shards_and_reads_none_of_them_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Store, "each", eagerly)
+    run = Run(shards=7)
+    run.together(*(run.take_part(rank) for rank in range(3)))
+    assert run.together(run.again(rank=0, attempt=2)) == [by_hand([0, 1, 2])]
 
 
 @pytest.mark.parametrize("place", [5, DATA_OFFSET + 3])
