@@ -8,6 +8,7 @@ Semantics of streams and events: https://docs.pytorch.org/docs/stable/notes/cuda
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -109,15 +110,12 @@ class HostCopy:
             self._done.synchronize()
 
     def _copy(self, *, back: bool) -> None:
-        if self._streams is None:
+        streams = self._streams
+        with nullcontext() if streams is None else streams.using(streams.side()):
             for there, here in self._copied:
-                (there if back else here).copy_(here if back else there)
-            return
-        side = self._streams.side()
-        with self._streams.using(side):
-            for there, here in self._copied:
-                (there if back else here).copy_(here if back else there, non_blocking=True)
-        self._done = side.record_event()
+                (there if back else here).copy_(here if back else there, non_blocking=streams is not None)
+        if streams is not None:
+            self._done = streams.side().record_event()
 
 
 class HostCopies:

@@ -20,6 +20,7 @@ from diloco.cli.options import (
     TakeoverOption,
     seconds,
 )
+from diloco.cli.output import print_runs
 from diloco.cli.place import Place, located
 from diloco.errors import DilocoError
 
@@ -105,10 +106,11 @@ def scale(
 def list_(place: Place, as_json: JsonOption = False) -> None:
     """List the stack's or the namespace's runs that have jobs, the newest first."""
     if place.on_cluster:
-        from diloco.cli.kubernetes import print_runs
+        from diloco.kubernetes_run import list_runs as list_on_cluster
 
-        print_runs(place.cluster(), as_json=as_json)
+        cluster = place.cluster()
+        print_runs(list_on_cluster(cluster.clients, cluster.namespace), "replicas", as_json=as_json)
     else:
-        from diloco.cli.sagemaker import print_runs as print_jobs
+        from diloco.sagemaker_run import list_runs
 
-        print_jobs(place.read_outputs(), as_json=as_json)
+        print_runs(list_runs(place.read_outputs()), "jobs", as_json=as_json)

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.cli.app import FAILED
-from diloco.cli.output import print_document, print_json, say
+from diloco.cli.output import print_document, print_json, print_log_line, say
 from diloco.cli.remote import RemoteLaunch
 from diloco.embedded import environment
 from diloco.errors import ConfigurationError
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from diloco.stack import StackOutputs
 
 WATCH_EVERY = 5.0
-_COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red", "bright_cyan", "bright_green")
 
 
 class KubernetesLaunch(RemoteLaunch):
@@ -211,8 +210,7 @@ class FoundRun:
             return all(handle.has_ended for handle in mine)
 
         for line in self.executor.log_reader(rank).lines(follow=follow, ended=ended):
-            colour = _COLOURS[line.rank % len(_COLOURS)]
-            self._console.print(Text.assemble((f"[{line.rank}] ", colour), line.text), soft_wrap=True)
+            print_log_line(self._console, line.rank, line.text)
 
     def cancel(self) -> None:
         """Stop its launcher and its pods."""
@@ -288,18 +286,3 @@ class FoundRun:
                 for state in self.executor.states()
             ],
         }
-
-
-def print_runs(place: ClusterPlace, *, as_json: bool) -> None:
-    """List the namespace's runs, the newest first."""
-    from diloco.kubernetes_run import list_runs
-
-    runs = list_runs(place.clients, place.namespace)
-    if as_json:
-        print_json(runs)
-        return
-    table = Table("run", "started", "replicas", box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for run in runs:
-        counts = ", ".join(f"{count} {name}" for name, count in sorted(run["replicas"].items()))
-        table.add_row(run["run_id"], run["started"], counts)
-    Console(highlight=False).print(table if runs else "no runs")

@@ -8,12 +8,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-    from rich.console import Console
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
     from diloco.report import RunReport
+
+_COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red", "bright_cyan", "bright_green")
 
 
 def print_document(report: RunReport) -> None:
@@ -29,6 +33,23 @@ def print_json(document: Any) -> None:
 def say(console: Console, text: str) -> None:
     """Print words for people, as they are."""
     console.print(text, markup=False, soft_wrap=True)
+
+
+def print_log_line(console: Console, rank: int, text: str) -> None:
+    """Print a line of a rank's log, as it is, after the rank in its colour."""
+    console.print(Text.assemble((f"[{rank}] ", _COLOURS[rank % len(_COLOURS)]), text), soft_wrap=True)
+
+
+def print_runs(runs: Sequence[Mapping[str, Any]], counted: str, *, as_json: bool) -> None:
+    """List runs: `run_id`, `started`, and under `counted` how many jobs or replicas by status."""
+    if as_json:
+        print_json(runs)
+        return
+    table = Table("run", "started", counted, box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for run in runs:
+        counts = ", ".join(f"{count} {name}" for name, count in sorted(run[counted].items()))
+        table.add_row(run["run_id"], run["started"], counts)
+    Console(highlight=False).print(table if runs else "no runs")
 
 
 def resume_command(run_id: str, argv: Sequence[str] | None = None) -> str:

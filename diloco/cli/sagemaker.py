@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
 from diloco.cli.app import FAILED
-from diloco.cli.output import print_document, print_json, say
+from diloco.cli.output import print_document, print_json, print_log_line, say
 from diloco.cli.remote import RemoteLaunch
 from diloco.errors import ConfigurationError, DilocoError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
     from pathlib import Path
 
     from rich.console import RenderableType
@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from diloco.stack import StackOutputs
     from diloco.status import RunStatus
 
+T = TypeVar("T")
+
 WATCH_EVERY = 5.0
-_COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red", "bright_cyan", "bright_green")
 
 
 class SageMakerLaunch(RemoteLaunch):
@@ -137,13 +138,17 @@ def print_end(console: Console, report: RunReport, executor: SageMakerExecutor, 
     from diloco.report import summary
 
     console.print(summary(report))
-    spent, unknown = executor.spent()
-    missing = f", without {', '.join(sorted(unknown))}, whose price is unknown" if unknown else ""
-    say(console, f"cost: about ${spent:.2f} of training{missing} (on-demand prices of {executor.prices.date})")
+    say(console, f"{_cost(executor, ' of training')} (on-demand prices of {executor.prices.date})")
     if not report.succeeded:
         say(console, f"logs: logs {report.run_id}; to go on: resume {report.run_id}")
     if as_json:
         print_document(report)
+
+
+def _cost(executor: SageMakerExecutor, of: str = "") -> str:
+    spent, unknown = executor.spent()
+    missing = f", without {', '.join(sorted(unknown))}, whose price is unknown" if unknown else ""
+    return f"cost: about ${spent:.2f}{of}{missing}"
 
 
 class FoundRun:
@@ -168,7 +173,7 @@ class FoundRun:
     def status(self, *, as_json: bool) -> int:
         """Show jobs, and what the replicas say; returns the exit code."""
         handles = self._executor.existing()
-        shown = asyncio.run(self._read(handles))
+        shown = self._read(handles)
         if as_json:
             print_json(self._document(handles, shown))
         else:
@@ -177,46 +182,46 @@ class FoundRun:
 
     def watch(self) -> int:
         """Show the status until the run has ended; returns the exit code."""
+        from diloco import preflight
+        from diloco.exchange.launchers import LauncherWatch
         from diloco.status import make_view
 
         handles = self._jobs()
         view = make_view(self._console, lambda shown: self._table(handles, shown))
-        watch: LauncherWatch | None = None
+        launcher = LauncherWatch()
         with view:
             while True:
-                shown = asyncio.run(self._read(handles))
+                shown = self._read(handles)
                 view.show(shown)
-                over, watch = self._is_over(handles, watch)
-                if over:
+                if self._is_over(handles, launcher):
                     break
                 time.sleep(WATCH_EVERY)
                 handles = self._executor.look_again(self._spec.replicas)
         self._console.print(self._table(handles, shown))
-        has_result = asyncio.run(self._has_result())
+        has_result = asyncio.run(self._ask(preflight.has_result))
         said = f"has its result: `collect {self.run_id}`" if has_result else f"has no result: `resume {self.run_id}`"
         say(self._console, f"run {self.run_id} {said}")
         return 0 if has_result else FAILED
 
     def logs(self, *, rank: int | None, follow: bool) -> None:
         """Print the logs, merged by time."""
+        from diloco.exchange.launchers import LauncherWatch
         from diloco.executors.sagemaker_logs import LogReader
 
         if rank is not None and not 0 <= rank < self._spec.replicas:
             raise ConfigurationError(f"--rank {rank}: run {self.run_id} has ranks 0 to {self._spec.replicas - 1}")
         self._jobs()
-        watch: LauncherWatch | None = None
+        launcher = LauncherWatch()
         printed = False
 
         def ended() -> bool:
-            nonlocal watch
-            over, watch = self._is_over(self._executor.look_again(self._spec.replicas), watch, rank=rank)
-            return over
+            handles = self._executor.look_again(self._spec.replicas)
+            return self._is_over([handle for handle in handles if rank in (None, handle.rank)], launcher)
 
         prefix = self._executor.settings.name_prefix + ("" if rank is None else f"{rank}-s")
         for line in LogReader(self._executor.clients.logs, prefix).lines(follow=follow, ended=ended):
             printed = True
-            colour = _COLOURS[line.rank % len(_COLOURS)]
-            self._console.print(Text.assemble((f"[{line.rank}] ", colour), line.text), soft_wrap=True)
+            print_log_line(self._console, line.rank, line.text)
         if not printed:
             note = "nothing is logged yet: a container starts 3 to 5 minutes after its job; --follow waits"
             say(Console(stderr=True, highlight=False), note)
@@ -266,52 +271,31 @@ class FoundRun:
             )
         return handles
 
-    def _is_over(
-        self, handles: Sequence[ReplicaHandle], watch: LauncherWatch | None, *, rank: int | None = None
-    ) -> tuple[bool, LauncherWatch | None]:
-        """Whether no job of the run, or of a rank, runs or will: one that failed may be relaunched by a launcher. Also
-        returns who looks at that launcher, for the next call.
-        """
-        if not all(handle.has_ended for handle in handles if rank in (None, handle.rank)):
-            return False, None
-        if all(handle.status == "succeeded" for handle in handles if rank in (None, handle.rank)):
-            return True, None
-        return asyncio.run(self._unsupervised(watch))
+    def _is_over(self, handles: Sequence[ReplicaHandle], launcher: LauncherWatch) -> bool:
+        """Whether none of these jobs runs or will: one that failed may be relaunched by a launcher."""
+        if not all(handle.has_ended for handle in handles):
+            return False
+        if all(handle.status == "succeeded" for handle in handles):
+            return True
+        return not asyncio.run(self._ask(launcher.supervised))
 
-    async def _unsupervised(self, watch: LauncherWatch | None) -> tuple[bool, LauncherWatch]:
-        from diloco.exchange.launchers import LauncherWatch
+    async def _ask(self, question: Callable[[Store], Awaitable[T]]) -> T:
+        """What a question to the run's bucket is answered."""
+        from diloco.sagemaker_run import open_run
 
-        store = self._open()
+        store = open_run(self._outputs, self.run_id)
         try:
-            watch = watch or LauncherWatch()
-            return not await watch.supervised(store), watch
+            return await question(store)
         finally:
             await store.close()
 
-    async def _has_result(self) -> bool:
-        from diloco.preflight import has_result
-
-        store = self._open()
-        try:
-            return await has_result(store)
-        finally:
-            await store.close()
-
-    async def _read(self, handles: Sequence[ReplicaHandle]) -> RunStatus:
+    def _read(self, handles: Sequence[ReplicaHandle]) -> RunStatus:
         from diloco.sagemaker_run import run_status
 
         described = [self._executor.job(handle) for handle in handles]
         created = (job["CreationTime"].timestamp() for job in described if "CreationTime" in job)
-        store = self._open()
-        try:
-            return await run_status(store, self._spec, handles, time.time() - min(created, default=time.time()))
-        finally:
-            await store.close()
-
-    def _open(self) -> Store:
-        from diloco.sagemaker_run import open_run
-
-        return open_run(self._outputs, self.run_id)
+        age = time.time() - min(created, default=time.time())
+        return asyncio.run(self._ask(lambda store: run_status(store, self._spec, handles, age)))
 
     def _table(self, handles: Sequence[ReplicaHandle], shown: RunStatus) -> RenderableType:
         from diloco.executors import sagemaker_jobs as jobs
@@ -325,9 +309,7 @@ class FoundRun:
             pool = jobs.warm_pool(job) or "-"
             why = Text(jobs.why(job) or "")
             table.add_row(str(handle.rank), handle.job_id, jobs.instance_type(job), state, pool, why)
-        spent, unknown = self._executor.spent()
-        missing = f", without {', '.join(sorted(unknown))}, whose price is unknown" if unknown else ""
-        return Group(status_table(shown), "", table, "", f"cost: about ${spent:.2f}{missing}")
+        return Group(status_table(shown), "", table, "", _cost(self._executor))
 
     def _document(self, handles: Sequence[ReplicaHandle], shown: RunStatus) -> dict[str, Any]:
         from diloco.executors import sagemaker_jobs as jobs
@@ -359,18 +341,3 @@ class FoundRun:
                 for handle, job, replica in zip(handles, described, shown.replicas, strict=True)
             ],
         }
-
-
-def print_runs(outputs: StackOutputs, *, as_json: bool) -> None:
-    """List the stack's runs that have jobs, the newest first."""
-    from diloco.sagemaker_run import list_runs
-
-    runs = list_runs(outputs)
-    if as_json:
-        print_json(runs)
-        return
-    table = Table("run", "started", "jobs", box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for run in runs:
-        counts = ", ".join(f"{count} {name}" for name, count in sorted(run["jobs"].items()))
-        table.add_row(run["run_id"], run["started"], counts)
-    Console(highlight=False).print(table if runs else "no runs")

@@ -65,7 +65,7 @@ class Clients:
         client: ServiceQuotasClient = self._make("service-quotas")
         return client
 
-    def _make(self, service: str, attempts: int | None = None) -> Any:
+    def _make(self, service: str, attempts: int = ATTEMPTS) -> Any:
         try:
             import boto3
             from botocore.config import Config
@@ -74,7 +74,7 @@ class Clients:
         if self._session is None:
             self._session = boto3.session.Session(region_name=self.region)
         config = Config(
-            retries={"mode": "adaptive", "total_max_attempts": attempts or ATTEMPTS},
+            retries={"mode": "adaptive", "total_max_attempts": attempts},
             max_pool_connections=CONNECTIONS,
             connect_timeout=10,
             read_timeout=60,

@@ -39,7 +39,19 @@ EVERYTHING: dict[str, Any] = {
     "labels": {"team": "research"},
 }
 """Settings of pods that are not the defaults."""
+SKIP = ("--policy", "skip", "--min-replicas", "1")
 PACE = Pace(processes=0.2, status=0.3)
+
+
+def run_command(run_id: str, endpoint_url: str, *, replicas: int, steps: int, image: str = IMAGE) -> list[str]:
+    """What a user types to start a small run; its trainer takes `step_seconds`."""
+    return [
+        *("run", "--backend", "kubernetes", "--replicas", str(replicas), "--steps", str(steps), "--sync-every", "4"),
+        *("--run-id", run_id, "--rendezvous", f"s3://{BUCKET}", "--image", image),
+        *("--credentials-secret", SECRET, "--endpoint-url", endpoint_url, "--region", "us-east-1"),
+        *("--cpu", "100m", "--memory", "256Mi"),
+        *("--trainer-module", "tests.kubernetes.trainer", "--trainer-fn", "train"),
+    ]
 
 
 class Run:

@@ -8,18 +8,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from diloco.cli import main
-from diloco.embedded import BUCKET
 from diloco.executors.kubernetes_manifest import job_manifest
 from diloco.kubernetes_run import restore
-from tests.kubernetes.runs import SECRET
-from tests.support.cluster import IMAGE
+from tests.kubernetes.runs import EVERYTHING, SKIP, assert_same, run_command
 
 if TYPE_CHECKING:
     from diloco.embedded import EmbeddedS3
     from tests.kubernetes.conftest import MakeRun
     from tests.support.cluster import Cluster
-
-TRAINER = ["--trainer-module", "tests.kubernetes.trainer", "--trainer-fn", "train"]
 
 
 def test_a_run_by_the_command_line_from_run_to_cancel(
@@ -37,16 +33,8 @@ def test_a_run_by_the_command_line_from_run_to_cancel(
         assert main([*words, *where, "--json"]) == 0
         return json.loads(capsys.readouterr().out)
 
-    def start(replicas: int, steps: int, *more: str) -> list[str]:
-        return [
-            *("run", "--backend", "kubernetes", "--replicas", str(replicas), "--steps", str(steps)),
-            *("--sync-every", "4", "--run-id", run_id, "--rendezvous", f"s3://{BUCKET}", "--image", IMAGE),
-            *("--credentials-secret", SECRET, "--endpoint-url", embedded_s3.endpoint_url, "--region", "us-east-1"),
-            *("--cpu", "100m", "--memory", "256Mi", "--policy", "skip", "--min-replicas", "1", *TRAINER, *more),
-        ]
-
-    kwargs = ["--trainer-kwargs-json", '{"step_seconds": 0.05}']
-    started = document(*start(2, 4000, *kwargs), "--detach")
+    start = run_command(run_id, embedded_s3.endpoint_url, replicas=2, steps=4000)
+    started = document(*start, *SKIP, "--trainer-kwargs-json", '{"step_seconds": 0.05}', "--detach")
     assert started == {"run_id": run_id, "jobs": [f"diloco-{run_id}-0", f"diloco-{run_id}-1"]}
 
     on = ["--backend", "kubernetes"]
@@ -78,14 +66,8 @@ def test_a_run_to_its_end_is_collected_and_resumed_without_doing_anything(
 ) -> None:
     run = make_run(steps=8, trainer_module="tests.kubernetes.trainer", trainer_fn="train")
     where = ["--namespace", namespace, "--kubeconfig", str(cluster.kubeconfig)]
-    code = main(
-        [
-            *("run", "--backend", "kubernetes", "--replicas", "2", "--steps", "8", "--sync-every", "4"),
-            *("--run-id", run.settings.run_id, "--rendezvous", f"s3://{BUCKET}", "--image", IMAGE),
-            *("--credentials-secret", SECRET, "--endpoint-url", embedded_s3.endpoint_url, "--region", "us-east-1"),
-            *("--cpu", "100m", "--memory", "256Mi", *TRAINER, *where, "--json"),
-        ]
-    )
+    start = run_command(run.settings.run_id, embedded_s3.endpoint_url, replicas=2, steps=8)
+    code = main([*start, *where, "--json"])
     report = json.loads(capsys.readouterr().out)
     assert (code, report["status"]) == (0, "succeeded")
     for command in ("collect", "resume"):
@@ -95,25 +77,12 @@ def test_a_run_to_its_end_is_collected_and_resumed_without_doing_anything(
 
 def test_a_run_is_found_again_by_its_job_as_it_was_started(make_run: MakeRun) -> None:
     run = make_run(
-        gpus=2,
-        queue="training",
-        node_selector={"zone": "a"},
-        tolerations=({"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"},),
-        token_secret="hub",  # noqa: S106 - a name
-        max_runtime=3600,
-        env={"A": "b"},
-        labels={"team": "research"},
+        **EVERYTHING,
         exchange={"policy": "skip", "min_replicas": 1},
         trainer_kwargs={"model": "tiny", "data": "stdlib"},
         output="s3://elsewhere/models",
     )
-    found = restore(job_manifest(run.pods, run.settings.replica_specs(launcher="nonce")[0]))
-    assert found.settings == run.settings
-    tolerations = [dict(each) for each in found.pods.tolerations]
-    assert tolerations == [dict(each) for each in run.pods.tolerations]
-    for name in run.pods.__dataclass_fields__:
-        if name != "tolerations":
-            assert getattr(found.pods, name) == getattr(run.pods, name), name
+    assert_same(restore(job_manifest(run.pods, run.settings.replica_specs(launcher="nonce")[0])), run)
 
 
 @pytest.mark.parametrize(

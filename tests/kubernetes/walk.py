@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.cli import main
 from diloco.cluster_access import LAUNCHER
-from diloco.embedded import BUCKET
-from tests.kubernetes.runs import SECRET, bind
+from tests.kubernetes.runs import SKIP, bind, run_command
 
 if TYPE_CHECKING:
     import pytest
@@ -32,12 +31,8 @@ def walk_through(
     run_id = make_run().settings.run_id
     where = ["--namespace", namespace, "--kubeconfig", str(cluster.kubeconfig_of(namespace, LAUNCHER))]
     start = [
-        *("run", "--backend", "kubernetes", "--workload", workload, "--replicas", "2", "--steps", "4000"),
-        *("--sync-every", "4", "--run-id", run_id, "--rendezvous", f"s3://{BUCKET}", "--image", image),
-        *("--credentials-secret", SECRET, "--endpoint-url", embedded_s3.endpoint_url, "--region", "us-east-1"),
-        *("--cpu", "100m", "--memory", "256Mi", "--trainer-module", "tests.kubernetes.trainer"),
-        *("--trainer-fn", "train", "--trainer-kwargs-json", '{"step_seconds": 0.05}', "--policy", "skip"),
-        *("--min-replicas", "1", "--detach", *where),
+        *run_command(run_id, embedded_s3.endpoint_url, replicas=2, steps=4000, image=image),
+        *("--workload", workload, *SKIP, "--trainer-kwargs-json", '{"step_seconds": 0.05}', "--detach", *where),
     ]
     on = ["--backend", "kubernetes", *where]
     # The Role of Indexed Jobs does not reach others, and other runs are still found with it.

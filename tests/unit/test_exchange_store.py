@@ -443,7 +443,6 @@ def test_of_several_transfers_the_first_failure_ends_the_others() -> None:
 
     async def failing() -> None:
         began.append("failing")
-        await asyncio.sleep(0.01)
         raise StoreUnreachableError("no answer")
 
     async def transfer() -> None:
@@ -464,7 +463,8 @@ def test_several_transfers_go_on_two_at_a_time_with_another_thing_beside_them(ca
         nonlocal most
         running.add(name)
         most = max(most, len(running))
-        await asyncio.sleep(0.01)
+        for _ in range(5):  # several turns of the loop, so that others run
+            await asyncio.sleep(0)
         running.remove(name)
         order.append(name)
 
@@ -473,7 +473,7 @@ def test_several_transfers_go_on_two_at_a_time_with_another_thing_beside_them(ca
     async def look() -> None:
         nonlocal looks
         looks += 1
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0)
         if looks == 2:
             raise ObjectMissingError("not there")
         order.append(f"look {looks}")
@@ -497,13 +497,18 @@ def test_what_is_under_way_beside_transfers_is_finished() -> None:
 
     async def then() -> None:
         done.append("then")
+        followed.set()
 
     async def short() -> None:
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
 
     async def look() -> None:
-        await asyncio.sleep(0.2)
+        await followed.wait()
         done.append("looked")
 
-    asyncio.run(asyncio.wait_for(RemoteStore("s3://bucket/run", {}).each([short] * 3, then=then, beside=look), 20))
+    async def transfer() -> None:
+        await RemoteStore("s3://bucket/run", {}).each([short] * 3, then=then, beside=look)
+
+    followed = asyncio.Event()
+    asyncio.run(asyncio.wait_for(transfer(), 20))
     assert done == ["then", "looked"], "what follows the transfers does not wait"
