@@ -26,7 +26,7 @@ MOST_BYTES = 65 * 2**20
 """A created object may be so large: a shard's, with its framing. A lost request repeats all of it."""
 MOST_FAILURES = 3
 REST_SECONDS = 300.0
-"""After so many failures in a row obstore is not asked for so long: they may be a certificate that it does not know."""
+"""After so many failures in a row obstore is not asked for so long: they may be a proxy that it does not know."""
 
 
 class Bulk:
@@ -48,6 +48,8 @@ class Bulk:
         credentials = await s3.session.get_credentials()
         if s3.anon or s3.key is not None or credentials is None or not meta.endpoint_url:
             return None
+        if s3.session.get_config_variable("ca_bundle") is not None:
+            return None  # obstore trusts the system's certificates alone
 
         async def current() -> S3Credential:
             frozen = await credentials.get_frozen_credentials()
@@ -109,7 +111,8 @@ class Bulk:
 
     def _failed(self, problem: Exception) -> None:
         self._failures += 1
-        logger.debug("obstore: %s", problem)
+        said = str(problem).partition("\n")[0]
+        logger.debug("obstore: %s", said)
         if self._failures >= MOST_FAILURES:
             self._failures, self._rests_until = 0, time.monotonic() + REST_SECONDS
-            logger.warning("obstore failed %d times in a row, s3fs goes on alone: %s", MOST_FAILURES, problem)
+            logger.warning("obstore failed %d times in a row, s3fs goes on alone: %s", MOST_FAILURES, said)

@@ -88,7 +88,8 @@ def another_s_job(aws: TestAccount) -> Iterator[None]:
 
 
 def test_a_stalled_run_is_reported_ended_by_its_cost_and_resumed(aws: TestAccount, tmp_path: Path) -> None:
-    launcher = aws.launch("run", *run(2, "costly", "--max-cost", "0.5", steps=12, sync_every=4))
+    launcher = aws.launch("run", *run(2, "costly", "--max-cost", "0.5", steps=40, sync_every=4))
+    # Rounds enough to come, that one of them is stopped.
     until(lambda: objects(aws, "rendezvous/costly/commits/"), "round", aws)
     late = next(job for job in jobs(aws, "costly") if "-r1-" in job.name)
     aws.service.freeze(late)
