@@ -52,8 +52,9 @@ _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(_PRELOADED)
 
 
-def _replica(arguments: list[str], env: Mapping[str, str | None], log: str) -> None:
+def _replica(arguments: list[str], env: Mapping[str, str | None], log: str, missing: Sequence[str]) -> None:
     """A replica's process, from here on as if it had been started as `python -m diloco.replica_entrypoint`."""
+    sys.modules.update(dict.fromkeys(missing))  # type: ignore[arg-type]  # None: the import fails
     guard._prctl(guard._PR_SET_PDEATHSIG, signal.SIGKILL)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(output, 1)
@@ -173,11 +174,17 @@ class Run:
     # ---- processes
 
     def start(
-        self, rank: int, *, endpoint: str | None = None, env: Mapping[str, str | None] | None = None, **trainer: Any
+        self,
+        rank: int,
+        *,
+        endpoint: str | None = None,
+        env: Mapping[str, str | None] | None = None,
+        missing: Sequence[str] = (),
+        **trainer: Any,
     ) -> Process:
         """Start a process of a rank; the next attempt, if there was one. `trainer` are more arguments of the trainer.
 
-        `endpoint` is its S3 instead of the run's, `env` more of its environment.
+        `endpoint` is its S3 instead of the run's, `env` more of its environment, `missing` what it can't import.
         """
         points = [{"rank": rank} | point for point in trainer.pop("points", ())]
         acts = [{"rank": rank} | act for act in trainer.pop("acts", ())]
@@ -199,7 +206,7 @@ class Run:
         url = endpoint or self.endpoint or self.s3.endpoint_url
         env = self.s3.env | {"AWS_ENDPOINT_URL": url, "AWS_ENDPOINT_URL_S3": url} | dict(env or {})
         log = self.folder / f"{self.run_id}-{rank}-{len(self.processes)}.log"
-        process = _processes.Process(target=_replica, args=(arguments, env, str(log)))
+        process = _processes.Process(target=_replica, args=(arguments, env, str(log), missing))
         process.start()
         self.processes.append(Process(rank, process, log))
         return self.processes[-1]

@@ -71,15 +71,19 @@ def test_survivors_average_the_shard_of_an_owner_that_is_killed(
     assert run.read(layout.mean(2, 2)) is not None, "a payload of several shards"
 
 
-@pytest.mark.parametrize(("width", "operation"), [(16, "PUT"), (1620, "PART")], ids=["in one request", "in parts"])
+@pytest.mark.parametrize(
+    ("width", "operation", "missing"),
+    [(16, "PUT", []), (1620, "PUT", []), (1620, "PART", ["obstore"])],
+    ids=["in one request", "through obstore", "in parts"],
+)
 def test_survivors_finish_the_round_of_a_replica_killed_during_its_upload(
-    new_run: NewRun, embedded_s3: EmbeddedS3, width: int, operation: str
+    new_run: NewRun, embedded_s3: EmbeddedS3, width: int, operation: str, missing: list[str]
 ) -> None:
     upload = Rule("stall", operation, f"*/{payload(2, 2)}")
     with FaultProxy(embedded_s3.endpoint_url, [upload]) as proxy:
         run = new_run(rounds=LAST + 1, width=width, exchange={"checkpoint_every": 10})
         others = survivors(run)
-        victim = run.start(2, endpoint=proxy.endpoint_url)
+        victim = run.start(2, endpoint=proxy.endpoint_url, missing=missing)
         assert upload.hit.wait(60)
         victim.signal(signal.SIGKILL)
         assert victim.end() == KILLED

@@ -100,6 +100,22 @@ def test_the_answer_to_the_end_of_an_upload_in_parts_is_lost(new_run: NewRun, pr
         ("lost", "COMPLETE", payload(1, 0)),
         times=3,
     )
+    ends_well(run, missing=["obstore"])
+    all_struck(rules)
+
+
+def test_large_transfers_through_obstore_meet_faults(new_run: NewRun, proxy: FaultProxy) -> None:
+    run = strict(new_run, proxy, rounds=3, width=1620, exchange={"checkpoint_every": 10})
+    rules = meets(
+        proxy,
+        run,
+        ("SlowDown", "PUT", payload(0, 0)),
+        ("reset", "PUT", payload(0, 1)),
+        ("lost", "PUT", payload(1, 0)),
+        ("cut", "PUT", payload(1, 1)),
+        ("truncate", "GET", payload(2, 0)),
+        ("reset", "GET", payload(2, 1)),
+    )
     ends_well(run)
     all_struck(rules)
 

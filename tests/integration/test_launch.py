@@ -198,7 +198,7 @@ def test_what_can_not_work_is_one_line_and_leaves_nothing(launcher: Launcher, ar
 def test_the_demo_learns_as_well_as_data_parallelism(launcher: Launcher) -> None:
     demo = ["--replicas", "4", "--steps", "100", "--sync-every", "20"]
     run = document(launcher.run(*demo, "--baseline", "--json", patience=600))
-    assert run["rounds_committed"] == 8
+    assert run["rounds_committed"] == 5
     assert run["initial_eval_loss"] - run["final_eval_loss"] >= 1.0
     assert run["final_eval_loss"] <= 1.05 * run["baseline_eval_loss"]
     assert len({replica["digest"] for replica in run["replicas"]}) == 1
