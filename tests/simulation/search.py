@@ -16,6 +16,7 @@ from tests.simulation.simulation import simulate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from concurrent.futures import Executor
 
 CHUNK = 250
 
@@ -53,27 +54,26 @@ def seeds(name: str, first: int, last: int) -> Found:
     return found
 
 
-def search(name: str, first: int, last: int) -> Found:
+def search(pool: Executor, name: str, first: int, last: int) -> Found:
     """The same, on all cores."""
     starts = range(first, last, CHUNK)
     found = Found()
-    with _pool() as pool:
-        names, ends = [name] * len(starts), [min(start + CHUNK, last) for start in starts]
-        for part in pool.map(seeds, names, starts, ends):
-            found.add(part)
+    names, ends = [name] * len(starts), [min(start + CHUNK, last) for start in starts]
+    for part in pool.map(seeds, names, starts, ends):
+        found.add(part)
     return found
 
 
-def enumerate_all(run: Scenario, kills: Sequence[Kill | None], most: int) -> Found:
+def enumerate_all(pool: Executor, run: Scenario, kills: Sequence[Kill | None], most: int) -> Found:
     """Every schedule of a run with at most `most` deviations and one of these kills, on all cores."""
     found = Found()
-    with _pool() as pool:
-        for count, violations in pool.map(explore, [run] * len(kills), kills, [most] * len(kills)):
-            found.add(Found(count, violations))
+    for count, violations in pool.map(explore, [run] * len(kills), kills, [most] * len(kills)):
+        found.add(Found(count, violations))
     return found
 
 
-def _pool() -> ProcessPoolExecutor:
+def all_cores() -> ProcessPoolExecutor:
+    """Processes that search. To be shared: each loads torch first."""
     # Not forked: torch's threads don't survive that.
     return ProcessPoolExecutor(
         len(os.sched_getaffinity(0)),

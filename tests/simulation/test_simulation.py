@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,14 +13,17 @@ from tests.simulation.scenario import AT_OPERATION, IN_ROUND, SPECIAL, Fault, Sc
 from tests.simulation.search import search
 from tests.simulation.simulation import Simulation, simulate
 
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
 SCHEDULES = 20_000
 PARTS = 8
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_random_schedules(part: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_random_schedules(pool: Executor, part: int, capsys: pytest.CaptureFixture[str]) -> None:
     size = SCHEDULES // PARTS
-    found = search("mix", part * size, (part + 1) * size)
+    found = search(pool, "mix", part * size, (part + 1) * size)
     assert not found.violations, str(found)
     assert found.schedules == size
     # The search means something only if all of this was met.
@@ -32,8 +36,8 @@ def test_random_schedules(part: int, capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize("name", sorted(SPECIAL.keys() - {"mix"}))
-def test_rare_situations(name: str) -> None:
-    found = search(name, 0, 500)
+def test_rare_situations(pool: Executor, name: str) -> None:
+    found = search(pool, name, 0, 500)
     assert not found.violations, str(found)
 
 
